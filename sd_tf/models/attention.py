@@ -1,0 +1,124 @@
+"""Attention, and the transformer that lets a picture attend to itself and to the prompt."""
+
+from keras import ops
+
+from sd_tf.models.layers import (
+    ACTIVATIONS,
+    Block,
+    GroupNorm,
+    LayerNorm,
+    dense,
+    pointwise_conv,
+)
+
+
+def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False):
+    """q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax always in float32."""
+    head_dim = q.shape[-1] // num_heads
+
+    def split_heads(x):  # (B, N, C) → (B, heads, N, C / heads)
+        return ops.transpose(ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)), (0, 2, 1, 3))
+
+    q, k, v = split_heads(q * head_dim**-0.5), split_heads(k), split_heads(v)
+    if upcast:
+        q, k = ops.cast(q, "float32"), ops.cast(k, "float32")
+    scores = ops.cast(ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))), "float32")
+    if mask is not None:
+        scores = scores + mask
+    h = ops.matmul(ops.cast(ops.softmax(scores, axis=-1), v.dtype), v)
+    h = ops.transpose(h, (0, 2, 1, 3))
+    return ops.reshape(h, (-1, h.shape[1], num_heads * head_dim))
+
+
+class Attention(Block):
+    """Self-attention, or with `context` cross-attention; projections named as in the checkpoint."""
+
+    def __init__(
+        self, channels, num_heads, context_dim=None, qkv_bias=False, upcast=False, dtype=None
+    ):
+        super().__init__(dtype)
+        if channels % num_heads:
+            raise ValueError(
+                f"Attention divides its channels evenly among its heads. "
+                f"Received: {channels} channels, {num_heads} heads"
+            )
+        context_dim = channels if context_dim is None else context_dim
+        self.num_heads = num_heads
+        self.upcast = upcast
+        self.to_q = dense(channels, channels, qkv_bias, dtype)
+        self.to_k = dense(context_dim, channels, qkv_bias, dtype)
+        self.to_v = dense(context_dim, channels, qkv_bias, dtype)
+        self.to_out = [dense(channels, channels, dtype=dtype)]
+
+    def call(self, x, context=None):
+        context = x if context is None else context
+        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)
+        return self.to_out[0](scaled_dot_product(q, k, v, self.num_heads, upcast=self.upcast))
+
+
+class GEGLU(Block):
+    """x → value · gelu(gate), both halves from one projection."""
+
+    def __init__(self, channels, inner, activation, dtype=None):
+        super().__init__(dtype)
+        self.activation = ACTIVATIONS[activation]
+        self.proj = dense(channels, 2 * inner, dtype=dtype)
+
+    def call(self, x):
+        value, gate = ops.split(self.proj(x), 2, axis=-1)
+        return value * self.activation(gate)
+
+
+class FeedForward(Block):
+    def __init__(self, channels, activation, dtype=None):
+        super().__init__(dtype)
+        inner = 4 * channels
+        # The checkpoint counts a dropout between the two.
+        self.net = [
+            GEGLU(channels, inner, activation, dtype),
+            None,
+            dense(inner, channels, dtype=dtype),
+        ]
+
+    def call(self, x):
+        return self.net[2](self.net[0](x))
+
+
+class TransformerBlock(Block):
+    """Self-attention, cross-attention, feed-forward: each behind a norm, around a shortcut."""
+
+    def __init__(self, channels, num_heads, config, dtype=None):
+        super().__init__(dtype)
+        upcast = config.upcast_attention
+        self.norm1 = LayerNorm(channels, 1e-5, dtype)
+        self.attn1 = Attention(channels, num_heads, upcast=upcast, dtype=dtype)
+        self.norm2 = LayerNorm(channels, 1e-5, dtype)
+        self.attn2 = Attention(channels, num_heads, config.context_dim, upcast=upcast, dtype=dtype)
+        self.norm3 = LayerNorm(channels, 1e-5, dtype)
+        self.ff = FeedForward(channels, config.geglu, dtype)
+
+    def call(self, x, context):
+        x = x + self.attn1(self.norm1(x))
+        x = x + self.attn2(self.norm2(x), context)
+        return x + self.ff(self.norm3(x))
+
+
+class SpatialTransformer(Block):
+    """A picture (B, h, w, C) as h·w tokens through `depth` transformer blocks."""
+
+    def __init__(self, channels, num_heads, depth, config, dtype=None):
+        super().__init__(dtype)
+        project = dense if config.linear_projection else pointwise_conv
+        self.norm = GroupNorm(channels, config.norm_groups, config.transformer_norm_eps, dtype)
+        self.proj_in = project(channels, channels, dtype=dtype)
+        self.transformer_blocks = [
+            TransformerBlock(channels, num_heads, config, dtype) for _ in range(depth)
+        ]
+        self.proj_out = project(channels, channels, dtype=dtype)
+
+    def call(self, x, context):
+        _, height, width, channels = x.shape
+        h = self.proj_in(ops.reshape(self.norm(x), (-1, height * width, channels)))
+        for block in self.transformer_blocks:
+            h = block(h, context)
+        return x + ops.reshape(self.proj_out(h), (-1, height, width, channels))

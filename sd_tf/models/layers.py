@@ -1,0 +1,183 @@
+"""The layer kinds that the models are made of, each built with its variables at construction.
+
+Dense and convolution layers are Keras' own. Norms keep their statistics in float32 under every
+dtype policy. All weights start at zero: they come from a checkpoint or from a trainer.
+"""
+
+import contextlib
+import math
+
+import keras
+from keras import ops
+from keras.src.backend.common import global_state
+
+
+@contextlib.contextmanager
+def deferred_variables():
+    """Inside, models get variables with a shape and a dtype but no storage.
+
+    A weight loader fills them one by one; nothing is allocated twice. Keras keeps a list of such
+    variables in order to zero them later, which would allocate a model that is only being looked
+    at: those made here are taken off it again.
+    """
+    pending = global_state.get_global_attribute("uninitialized_variables", [], set_to_default=True)
+    before = len(pending)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        del pending[before:]
+
+
+class Block(keras.layers.Layer):
+    """A composite layer: leaves its inputs' dtypes alone, its leaves cast for themselves."""
+
+    def __init__(self, dtype=None):
+        super().__init__(dtype=dtype, autocast=False)
+        self.built = True
+
+
+def dense(in_features, out_features, use_bias=True, dtype=None):
+    layer = keras.layers.Dense(
+        out_features, use_bias=use_bias, kernel_initializer="zeros", dtype=dtype
+    )
+    layer.build((None, in_features))
+    return layer
+
+
+class PointwiseConv(keras.layers.Dense):
+    """A 1×1 convolution, computed as the matrix product that it is; stored as a convolution."""
+
+
+def pointwise_conv(in_channels, out_channels, dtype=None):
+    layer = PointwiseConv(out_channels, kernel_initializer="zeros", dtype=dtype)
+    layer.build((None, None, None, in_channels))
+    return layer
+
+
+def conv(in_channels, out_channels, stride=1, dtype=None):
+    """A 3×3 convolution; with a stride the caller pads, because the models disagree on how."""
+    layer = keras.layers.Conv2D(
+        out_channels,
+        3,
+        strides=stride,
+        padding="same" if stride == 1 else "valid",
+        kernel_initializer="zeros",
+        dtype=dtype,
+    )
+    layer.build((None, None, None, in_channels))
+    return layer
+
+
+def embedding(count, width, dtype=None):
+    layer = keras.layers.Embedding(count, width, embeddings_initializer="zeros", dtype=dtype)
+    layer.build()
+    return layer
+
+
+class Norm(keras.layers.Layer):
+    """Scale and bias behind a normalisation in float32."""
+
+    def __init__(self, width, epsilon, dtype=None):
+        super().__init__(dtype=dtype, autocast=False)
+        self.epsilon = epsilon
+        self.scale = self.add_weight(shape=(width,), initializer="ones", name="scale")
+        self.bias = self.add_weight(shape=(width,), initializer="zeros", name="bias")
+        self.built = True
+
+    def normalize(self, x, axes):
+        mean = ops.mean(x, axis=axes, keepdims=True)
+        centered = x - mean
+        variance = ops.mean(ops.square(centered), axis=axes, keepdims=True)
+        return centered * ops.rsqrt(variance + self.epsilon)
+
+    def scale_and_shift(self, x):
+        x = x * ops.cast(self.scale, "float32") + ops.cast(self.bias, "float32")
+        return ops.cast(x, self.compute_dtype)
+
+
+class LayerNorm(Norm):
+    def call(self, x):
+        return self.scale_and_shift(self.normalize(ops.cast(x, "float32"), -1))
+
+
+class GroupNorm(Norm):
+    def __init__(self, width, groups, epsilon, dtype=None):
+        if width % groups:
+            raise ValueError(
+                f"GroupNorm divides its channels evenly. "
+                f"Received: {width} channels, {groups} groups"
+            )
+        super().__init__(width, epsilon, dtype)
+        self.groups = groups
+
+    def call(self, x):
+        *_, height, width, channels = x.shape
+        grouped = (-1, height * width, self.groups, channels // self.groups)
+        h = self.normalize(ops.reshape(ops.cast(x, "float32"), grouped), (1, 3))
+        return self.scale_and_shift(ops.reshape(h, (-1, height, width, channels)))
+
+
+class Downsample(Block):
+    """A convolution of stride 2; `padding` is ((top, bottom), (left, right))."""
+
+    def __init__(self, channels, padding, dtype=None):
+        super().__init__(dtype)
+        self.padding = padding
+        self.conv = conv(channels, channels, stride=2, dtype=dtype)
+
+    def call(self, x):
+        return self.conv(ops.pad(x, ((0, 0), *self.padding, (0, 0))))
+
+
+class Upsample(Block):
+    """Every pixel doubled in both directions, then a convolution."""
+
+    def __init__(self, channels, dtype=None):
+        super().__init__(dtype)
+        self.conv = conv(channels, channels, dtype=dtype)
+
+    def call(self, x):
+        _, height, width, channels = x.shape
+        x = ops.reshape(x, (-1, height, 1, width, 1, channels))
+        x = ops.tile(x, (1, 1, 2, 1, 2, 1))
+        return self.conv(ops.reshape(x, (-1, 2 * height, 2 * width, channels)))
+
+
+class ResnetBlock(Block):
+    """Two convolutions around a shortcut; with `time_dim`, the time embedding enters between."""
+
+    def __init__(self, in_channels, out_channels, groups, epsilon, time_dim=None, dtype=None):
+        super().__init__(dtype)
+        self.norm1 = GroupNorm(in_channels, groups, epsilon, dtype)
+        self.conv1 = conv(in_channels, out_channels, dtype=dtype)
+        self.time_emb_proj = None
+        if time_dim is not None:
+            self.time_emb_proj = dense(time_dim, out_channels, dtype=dtype)
+        self.norm2 = GroupNorm(out_channels, groups, epsilon, dtype)
+        self.conv2 = conv(out_channels, out_channels, dtype=dtype)
+        self.conv_shortcut = None
+        if in_channels != out_channels:
+            self.conv_shortcut = pointwise_conv(in_channels, out_channels, dtype)
+
+    def call(self, x, time_embedding=None):
+        h = self.conv1(ops.silu(self.norm1(x)))
+        if self.time_emb_proj is not None:
+            h = h + self.time_emb_proj(ops.silu(time_embedding))[:, None, None, :]
+        h = self.conv2(ops.silu(self.norm2(h)))
+        return h + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+def sinusoid(positions, width, max_period=10000.0):
+    """positions (B,) → (B, width) float32: cosines, then sines, of falling frequencies."""
+    half = width // 2
+    exponents = ops.arange(half, dtype="float32") * (-math.log(max_period) / half)
+    angles = ops.cast(positions, "float32")[:, None] * ops.exp(exponents)[None, :]
+    return ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
+
+
+ACTIVATIONS = {
+    "quick_gelu": lambda x: x * ops.sigmoid(1.702 * x),
+    "gelu": lambda x: ops.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: ops.gelu(x, approximate=True),
+}

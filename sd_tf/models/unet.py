@@ -1,0 +1,198 @@
+"""The denoiser: noisy latents, a timestep and a text context → the model's prediction."""
+
+from keras import ops
+
+from sd_tf.models.attention import SpatialTransformer
+from sd_tf.models.layers import (
+    Block,
+    Downsample,
+    GroupNorm,
+    ResnetBlock,
+    Upsample,
+    conv,
+    dense,
+    sinusoid,
+)
+
+BOTH_SIDES = ((1, 1), (1, 1))
+
+
+class TimestepEmbedding(Block):
+    """A sinusoid through two dense layers; LCM adds an embedding of its guidance scale first."""
+
+    def __init__(self, in_dim, out_dim, condition_dim=None, dtype=None):
+        super().__init__(dtype)
+        self.linear_1 = dense(in_dim, out_dim, dtype=dtype)
+        self.cond_proj = None
+        if condition_dim is not None:
+            self.cond_proj = dense(condition_dim, in_dim, use_bias=False, dtype=dtype)
+        self.linear_2 = dense(out_dim, out_dim, dtype=dtype)
+
+    def call(self, x, condition=None):
+        if self.cond_proj is not None:
+            x = ops.cast(x, self.compute_dtype) + self.cond_proj(condition)
+        return self.linear_2(ops.silu(self.linear_1(x)))
+
+
+class Stage(Block):
+    """One resolution: resnets, each followed by a transformer where its depth is not 0."""
+
+    def __init__(self, in_channels, out_channels, depths, num_heads, config, dtype=None):
+        super().__init__(dtype)
+        self.resnets = [
+            ResnetBlock(
+                channels,
+                out_channels,
+                config.norm_groups,
+                config.resnet_norm_eps,
+                config.time_embed_dim,
+                dtype,
+            )
+            for channels in in_channels
+        ]
+        self.attentions = [
+            SpatialTransformer(out_channels, num_heads, depth, config, dtype) if depth else None
+            for depth in depths
+        ]
+
+
+class DownBlock(Stage):
+    def __init__(self, in_channels, out_channels, depths, num_heads, downsample, config, dtype):
+        inputs = (in_channels, *[out_channels] * (len(depths) - 1))
+        super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
+        self.downsamplers = [Downsample(out_channels, BOTH_SIDES, dtype)] if downsample else []
+
+    def call(self, x, time_embedding, context):
+        """Returns the result and everything that the way up will want to see again."""
+        skips = []
+        for resnet, attention in zip(self.resnets, self.attentions, strict=True):
+            x = resnet(x, time_embedding)
+            if attention is not None:
+                x = attention(x, context)
+            skips.append(x)
+        for downsampler in self.downsamplers:
+            x = downsampler(x)
+            skips.append(x)
+        return x, skips
+
+
+class MidBlock(Stage):
+    """Resnet, transformer, resnet; without a transformer, the first resnet alone."""
+
+    def __init__(self, channels, depth, num_heads, config, dtype=None):
+        inputs = (channels, channels) if depth else (channels,)
+        super().__init__(inputs, channels, (depth,) if depth else (), num_heads, config, dtype)
+
+    def call(self, x, time_embedding, context):
+        x = self.resnets[0](x, time_embedding)
+        for attention, resnet in zip(self.attentions, self.resnets[1:], strict=True):
+            x = resnet(attention(x, context), time_embedding)
+        return x
+
+
+class UpBlock(Stage):
+    def __init__(
+        self, in_channels, skip_channels, out_channels, depths, num_heads, upsample, config, dtype
+    ):
+        inputs = [
+            (in_channels if j == 0 else out_channels) + skip for j, skip in enumerate(skip_channels)
+        ]
+        super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
+        self.upsamplers = [Upsample(out_channels, dtype)] if upsample else []
+
+    def call(self, x, skips, time_embedding, context):
+        for resnet, attention, skip in zip(self.resnets, self.attentions, skips, strict=True):
+            x = resnet(ops.concatenate([x, skip], axis=-1), time_embedding)
+            if attention is not None:
+                x = attention(x, context)
+        for upsampler in self.upsamplers:
+            x = upsampler(x)
+        return x
+
+
+class UNet(Block):
+    """See `call`. The loop around it, guidance and samplers are not its business."""
+
+    def __init__(self, config, dtype=None):
+        super().__init__(dtype)
+        self.config = config
+        channels, levels = config.channels, len(config.channels)
+        time_dim = config.time_embed_dim
+
+        self.conv_in = conv(config.in_channels, channels[0], dtype=dtype)
+        self.time_embedding = TimestepEmbedding(
+            channels[0], time_dim, config.guidance_embed_dim, dtype
+        )
+        self.add_embedding = None
+        if config.added is not None:
+            self.add_embedding = TimestepEmbedding(config.added.input_dim, time_dim, dtype=dtype)
+
+        skips = [channels[0]]
+        self.down_blocks = []
+        for i, depths in enumerate(config.down_depths):
+            before, last = channels[max(i - 1, 0)], i == levels - 1
+            self.down_blocks.append(
+                DownBlock(before, channels[i], depths, config.num_heads[i], not last, config, dtype)
+            )
+            skips += [channels[i]] * (len(depths) + (not last))
+
+        self.mid_block = None
+        if config.mid_depth is not None:
+            self.mid_block = MidBlock(
+                channels[-1], config.mid_depth, config.num_heads[-1], config, dtype
+            )
+
+        self.up_blocks = []
+        before = channels[-1]
+        for i, depths in enumerate(config.up_depths):
+            level = levels - 1 - i
+            skip_channels = [skips.pop() for _ in depths]
+            self.up_blocks.append(
+                UpBlock(
+                    before,
+                    skip_channels,
+                    channels[level],
+                    depths,
+                    config.num_heads[level],
+                    level > 0,
+                    config,
+                    dtype,
+                )
+            )
+            before = channels[level]
+
+        self.conv_norm_out = GroupNorm(
+            channels[0], config.norm_groups, config.resnet_norm_eps, dtype
+        )
+        self.conv_out = conv(channels[0], config.out_channels, dtype=dtype)
+
+    def call(self, latents, timesteps, context, pooled=None, time_ids=None, guidance=None):
+        """latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
+
+        SDXL also takes `pooled` (B, 1280) and `time_ids` (B, 6), the refiner (B, 5); LCM takes
+        `guidance`, the embedded guidance scale (B, guidance_embed_dim).
+        """
+        embedding = self.embed(timesteps, pooled, time_ids, guidance)
+        x = self.conv_in(latents)
+        skips = [x]
+        for block in self.down_blocks:
+            x, more = block(x, embedding, context)
+            skips += more
+        if self.mid_block is not None:
+            x = self.mid_block(x, embedding, context)
+        for block in self.up_blocks:
+            mine = [skips.pop() for _ in block.resnets]  # the latest first
+            x = block(x, mine, embedding, context)
+        return self.conv_out(ops.silu(self.conv_norm_out(x)))
+
+    def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):
+        """What depends on no latent: the embedding (B, time_embed_dim) of a step's conditions."""
+        embedding = self.time_embedding(sinusoid(timesteps, self.config.channels[0]), guidance)
+        if self.add_embedding is None:
+            return embedding
+        added = self.config.added
+        ids = sinusoid(ops.reshape(time_ids, (-1,)), added.time_embed_dim)
+        ids = ops.reshape(ids, (-1, added.num_time_ids * added.time_embed_dim))
+        return embedding + self.add_embedding(
+            ops.concatenate([ops.cast(pooled, "float32"), ids], axis=-1)
+        )

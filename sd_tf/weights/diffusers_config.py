@@ -1,0 +1,501 @@
+"""The JSON files of a diffusers folder ↔ `sd_tf.config`.
+
+Every field is either understood, or required to have the one value that we compute, or known not to
+matter. Anything else is refused by its name and value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sd_tf.config import (
+    SAMPLERS,
+    START_TOKEN,
+    AddedConditioning,
+    ConfigError,
+    PipelineConfig,
+    SamplerSpec,
+    ScheduleConfig,
+    TextEncoderConfig,
+    UNetConfig,
+    VAEConfig,
+)
+
+# diffusers' class → the attention of its level.
+DOWN_BLOCKS = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
+UP_BLOCKS = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
+MID_BLOCKS = {"UNetMidBlock2DCrossAttn": True, "UNetMidBlock2D": False, None: None}
+
+ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+SCHEDULERS = {
+    "DDIMScheduler": "ddim",
+    "PNDMScheduler": "pndm",
+    "EulerDiscreteScheduler": "euler",
+    "EulerAncestralDiscreteScheduler": "euler_ancestral",
+    "DPMSolverMultistepScheduler": "dpmpp_2m",
+    "LMSDiscreteScheduler": "lms",
+    "LCMScheduler": "lcm",
+}
+LINSPACE_BY_DEFAULT = ("euler", "euler_ancestral", "dpmpp_2m", "lms")
+KERASCV_AS_DIFFUSERS = {"kerascv": "ddim", "kerascv-2022": "ddim"}
+
+# What transformers writes into its configurations without this model reading it: bookkeeping,
+# training, and the settings of text generation that old releases dumped into every file.
+TRANSFORMERS_HARMLESS = """
+    architectures attention_dropout bos_token_id chunk_size_feed_forward dropout dtype
+    gradient_checkpointing id2label initializer_factor initializer_range is_encoder_decoder
+    label2id model_type output_attentions output_hidden_states pad_token_id problem_type
+    projection_dim return_dict tie_word_embeddings torch_dtype torchscript transformers_version
+    use_bfloat16 use_cache
+    add_cross_attention bad_words_ids cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size finetuning_task
+    forced_bos_token_id forced_eos_token_id is_decoder length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix
+    pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
+    top_p typical_p
+""".split()
+
+
+@dataclass
+class Fields:
+    """A JSON object that is read field by field; `finish` refuses what nobody asked for."""
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def __post_init__(self):
+        self.rest = {k: v for k, v in self.raw.items() if not k.startswith("_")}
+
+    def take(self, name: str, default):
+        return self.rest.pop(name, default)
+
+    def choose(self, name: str, choices: Mapping, default):
+        value = self.take(name, default)
+        if value not in choices:
+            raise self.unsupported(name, value, choices)
+        return choices[value]
+
+    def require(self, name: str, *allowed, default):
+        value = self.take(name, default)
+        if value not in allowed:
+            raise self.unsupported(name, value, allowed)
+
+    def unsupported(self, name, value, allowed) -> ConfigError:
+        return ConfigError(
+            f"{self.where}: {name}={value!r} is not supported; "
+            f"supported: {', '.join(repr(choice) for choice in allowed)}."
+        )
+
+    def finish(self, harmless=()):
+        for name, value in self.rest.items():
+            if name not in harmless and value is not None:
+                raise ConfigError(
+                    f"{self.where}: the field {name}={value!r} is unknown, so it may change what "
+                    f"the model computes."
+                )
+
+
+def read_text_encoder(raw, where: str, projected: bool, penultimate: bool) -> TextEncoderConfig:
+    """`projected`: the class gives a pooled output; `penultimate`: SDXL's choice of layer."""
+    fields = Fields(raw, where)
+    fields.require("model_type", "clip_text_model", default="clip_text_model")
+    eos = fields.take("eos_token_id", 2)
+    width = fields.take("hidden_size", 512)
+    config = TextEncoderConfig(
+        hidden_size=width,
+        intermediate_size=fields.take("intermediate_size", 2048),
+        num_layers=fields.take("num_hidden_layers", 12),
+        num_heads=fields.take("num_attention_heads", 8),
+        activation=fields.choose("hidden_act", ACTIVATIONS, "quick_gelu"),
+        vocab_size=fields.take("vocab_size", 49408),
+        max_length=fields.take("max_position_embeddings", 77),
+        layer_norm_eps=fields.take("layer_norm_eps", 1e-5),
+        context_layer=2 if penultimate else 1,
+        context_norm=not penultimate,
+        projection_dim=fields.take("projection_dim", 512) if projected else None,
+        # The value 2 is an old mistake in published files; it stands for "the highest id".
+        eos_token_id=None if eos == 2 else eos,
+    )
+    fields.finish(TRANSFORMERS_HARMLESS)
+    return config
+
+
+def write_text_encoder(config: TextEncoderConfig) -> dict:
+    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+    projected = config.projection_dim is not None
+    return {
+        "architectures": ["CLIPTextModelWithProjection" if projected else "CLIPTextModel"],
+        "model_type": "clip_text_model",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "hidden_act": names[config.activation],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_length,
+        "layer_norm_eps": config.layer_norm_eps,
+        "projection_dim": config.projection_dim if projected else config.hidden_size,
+        "bos_token_id": START_TOKEN,
+        "eos_token_id": 2 if config.eos_token_id is None else config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+
+
+def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
+    """`pooled_dim` is the width of the pooled text, where a text encoder gives one."""
+    fields = Fields(raw, where)
+    channels = tuple(fields.take("block_out_channels", (320, 640, 1280, 1280)))
+    levels = len(channels)
+    down_types = fields.take("down_block_types", ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"])
+    up_types = fields.take("up_block_types", ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3)
+    resnets = _per_level(fields.take("layers_per_block", 2), levels)
+    depths = _per_level(fields.take("transformer_layers_per_block", 1), levels)
+    up_depths = fields.take("reverse_transformer_layers_per_block", None) or depths[::-1]
+    mid = fields.choose("mid_block_type", MID_BLOCKS, "UNetMidBlock2DCrossAttn")
+    context_dim = fields.take("cross_attention_dim", 1280)
+    if not isinstance(context_dim, int):
+        if len(set(context_dim)) != 1:
+            raise ConfigError(
+                f"{where}: cross_attention_dim={context_dim!r} differs between levels; one width "
+                f"for all is supported."
+            )
+        context_dim = context_dim[0]
+    sample_size = fields.take("sample_size", None) or 64
+    if not isinstance(sample_size, int):
+        sample_size = max(sample_size)
+
+    config = UNetConfig(
+        in_channels=fields.take("in_channels", 4),
+        out_channels=fields.take("out_channels", 4),
+        channels=channels,
+        # "attention_head_dim" is diffusers' historical name for the number of heads.
+        num_heads=_per_level(fields.take("attention_head_dim", 8), levels),
+        down_depths=_depths(fields, "down_block_types", down_types, DOWN_BLOCKS, resnets, depths),
+        mid_depth=mid and _layers(depths[-1], 1)[0] if mid is not False else 0,
+        up_depths=_depths(
+            fields,
+            "up_block_types",
+            up_types,
+            UP_BLOCKS,
+            [count + 1 for count in resnets[::-1]],
+            up_depths,
+        ),
+        context_dim=context_dim,
+        linear_projection=fields.take("use_linear_projection", False),
+        upcast_attention=bool(fields.take("upcast_attention", False)),
+        added=_read_added(fields, pooled_dim),
+        guidance_embed_dim=fields.take("time_cond_proj_dim", None),
+        sample_size=sample_size,
+        norm_groups=fields.take("norm_num_groups", 32),
+        resnet_norm_eps=fields.take("norm_eps", 1e-5),
+    )
+    for name, *allowed in (
+        ("act_fn", "silu", "swish"),
+        ("attention_type", "default"),
+        ("center_input_sample", False),
+        ("class_embed_type", None),
+        ("class_embeddings_concat", False),
+        ("conv_in_kernel", 3),
+        ("conv_out_kernel", 3),
+        ("cross_attention_norm", None),
+        ("downsample_padding", 1),
+        ("dual_cross_attention", False),
+        ("encoder_hid_dim", None),
+        ("encoder_hid_dim_type", None),
+        ("flip_sin_to_cos", True),
+        ("freq_shift", 0),
+        ("mid_block_only_cross_attention", None, False),
+        ("mid_block_scale_factor", 1),
+        ("num_attention_heads", None),
+        ("num_class_embeds", None),
+        ("only_cross_attention", False),
+        ("resnet_out_scale_factor", 1),
+        ("resnet_skip_time_act", False),
+        ("resnet_time_scale_shift", "default"),
+        ("time_embedding_act_fn", None),
+        ("time_embedding_dim", None),
+        ("time_embedding_type", "positional"),
+        ("timestep_post_act", None),
+    ):
+        fields.require(name, *allowed, default=allowed[0])
+    fields.finish(("dropout", "addition_embed_type_num_heads"))
+    return config
+
+
+def _read_added(fields: Fields, pooled_dim: int | None) -> AddedConditioning | None:
+    kind = fields.choose("addition_embed_type", {None: False, "text_time": True}, None)
+    time_dim = fields.take("addition_time_embed_dim", None)
+    input_dim = fields.take("projection_class_embeddings_input_dim", None)
+    if not kind:
+        return None
+    count, rest = divmod((input_dim or 0) - (pooled_dim or 0), time_dim or 1)
+    if not (input_dim and time_dim and pooled_dim) or count not in (5, 6) or rest:
+        raise ConfigError(
+            f"{fields.where}: addition_embed_type='text_time' wants a text encoder with a "
+            f"projection, and projection_class_embeddings_input_dim = its width + 6 (refiner: 5) "
+            f"x addition_time_embed_dim. Received: {input_dim!r}, {pooled_dim!r}, {time_dim!r}"
+        )
+    return AddedConditioning(count, time_dim, pooled_dim)
+
+
+def _per_level(value, levels: int) -> tuple:
+    if isinstance(value, int):
+        return (value,) * levels
+    if len(value) != levels:
+        raise ConfigError(f"A list with one entry for each of {levels} levels. Received: {value!r}")
+    return tuple(value)
+
+
+def _layers(depth, resnets: int) -> tuple[int, ...]:
+    """One depth for all of a level's resnets, or a list with one for each."""
+    depths = (depth,) * resnets if isinstance(depth, int) else tuple(depth)
+    return depths[:resnets]
+
+
+def _depths(fields, name, types, known, resnets, depths):
+    if len(types) != len(resnets):
+        raise ConfigError(
+            f"{fields.where}: {name} has {len(types)} entries, block_out_channels {len(resnets)}."
+        )
+    result = []
+    for kind, count, depth in zip(types, resnets, depths, strict=True):
+        if kind not in known:
+            raise fields.unsupported(name, kind, known)
+        result.append(_layers(depth, count) if known[kind] else (0,) * count)
+    return tuple(result)
+
+
+def _collapsed(depths: tuple[int, ...]) -> int | list[int]:
+    """The inverse of `_layers`; a level without attention may say anything but 0."""
+    return max(depths[0], 1) if len(set(depths)) == 1 else list(depths)
+
+
+def write_unet(config: UNetConfig) -> dict:
+    attends = [any(depths) for depths in config.down_depths]
+    depths = [_collapsed(depths) for depths in config.down_depths]
+    if not attends[-1]:
+        depths[-1] = config.mid_depth or 1  # where diffusers looks for the middle block's depth
+    up_depths = [_collapsed(depths) for depths in config.up_depths]
+    mirrored = all(
+        not attention or up == down
+        for attention, down, up in zip(attends[::-1], depths[::-1], up_depths, strict=True)
+    )
+    mid = "UNetMidBlock2DCrossAttn" if config.mid_depth else "UNetMidBlock2D"
+    added = config.added
+    return {
+        "_class_name": "UNet2DConditionModel",
+        "sample_size": config.sample_size,
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+        "block_out_channels": list(config.channels),
+        "down_block_types": ["CrossAttnDownBlock2D" if a else "DownBlock2D" for a in attends],
+        "mid_block_type": None if config.mid_depth is None else mid,
+        "up_block_types": [
+            "CrossAttnUpBlock2D" if any(depths) else "UpBlock2D" for depths in config.up_depths
+        ],
+        "layers_per_block": [len(depths) for depths in config.down_depths],
+        "transformer_layers_per_block": depths,
+        "reverse_transformer_layers_per_block": None if mirrored else up_depths,
+        "attention_head_dim": list(config.num_heads),
+        "cross_attention_dim": config.context_dim,
+        "use_linear_projection": config.linear_projection,
+        "upcast_attention": config.upcast_attention,
+        "norm_num_groups": config.norm_groups,
+        "norm_eps": config.resnet_norm_eps,
+        "addition_embed_type": None if added is None else "text_time",
+        "addition_time_embed_dim": None if added is None else added.time_embed_dim,
+        "projection_class_embeddings_input_dim": None if added is None else added.input_dim,
+        "time_cond_proj_dim": config.guidance_embed_dim,
+        "act_fn": "silu",
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+    }
+
+
+def read_vae(raw, where: str) -> VAEConfig:
+    fields = Fields(raw, where)
+    channels = tuple(fields.take("block_out_channels", (64,)))
+    for name, kind in (
+        ("down_block_types", "DownEncoderBlock2D"),
+        ("up_block_types", "UpDecoderBlock2D"),
+    ):
+        fields.require(name, [kind] * len(channels), default=[kind])
+    for name, *allowed in (
+        ("act_fn", "silu", "swish"),
+        ("latents_mean", None),
+        ("latents_std", None),
+        ("shift_factor", None, 0),
+    ):
+        fields.require(name, *allowed, default=allowed[0])
+    config = VAEConfig(
+        in_channels=fields.take("in_channels", 3),
+        out_channels=fields.take("out_channels", 3),
+        channels=channels,
+        layers_per_block=fields.take("layers_per_block", 1),
+        latent_channels=fields.take("latent_channels", 4),
+        norm_groups=fields.take("norm_num_groups", 32),
+        mid_attention=fields.take("mid_block_add_attention", True),
+        quant_conv=fields.take("use_quant_conv", True),
+        post_quant_conv=fields.take("use_post_quant_conv", True),
+        scaling_factor=fields.take("scaling_factor", 0.18215),
+        force_upcast=bool(fields.take("force_upcast", False)),
+        sample_size=fields.take("sample_size", 512),
+    )
+    fields.finish()
+    return config
+
+
+def write_vae(config: VAEConfig) -> dict:
+    levels = len(config.channels)
+    return {
+        "_class_name": "AutoencoderKL",
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+        "block_out_channels": list(config.channels),
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "layers_per_block": config.layers_per_block,
+        "latent_channels": config.latent_channels,
+        "norm_num_groups": config.norm_groups,
+        "mid_block_add_attention": config.mid_attention,
+        "use_quant_conv": config.quant_conv,
+        "use_post_quant_conv": config.post_quant_conv,
+        "scaling_factor": config.scaling_factor,
+        "force_upcast": config.force_upcast,
+        "sample_size": config.sample_size,
+        "act_fn": "silu",
+    }
+
+
+def read_schedule(raw, where: str, sampler: str | None = None) -> ScheduleConfig:
+    """`sampler` replaces the file's own choice, and with it the fields that only that one reads."""
+    fields = Fields(raw, where)
+    schedule = ScheduleConfig(
+        num_train_timesteps=fields.take("num_train_timesteps", 1000),
+        beta_start=fields.take("beta_start", 0.0001),
+        beta_end=fields.take("beta_end", 0.02),
+        beta_schedule=fields.choose(
+            "beta_schedule", {"scaled_linear": "scaled_linear", "linear": "linear"}, "linear"
+        ),
+        prediction=fields.choose(
+            "prediction_type",
+            {"epsilon": "epsilon", "v_prediction": "v_prediction"},
+            "epsilon",
+        ),
+        sampler=sampler or "ddim",
+    )
+    fields.require("trained_betas", None, default=None)
+    fields.require("rescale_betas_zero_snr", False, None, default=False)
+    if sampler is not None:
+        return schedule
+
+    kind = raw.get("_class_name")
+    if kind not in SCHEDULERS:
+        raise ConfigError(
+            f"{where}: the scheduler {kind!r} is unknown; known: {', '.join(SCHEDULERS)}. "
+            f"Choose another for this checkpoint with scheduler=..., one of {', '.join(SAMPLERS)}."
+        )
+    method = SCHEDULERS[kind]
+    spec = SamplerSpec(
+        method,
+        fields.take("timestep_spacing", "linspace" if method in LINSPACE_BY_DEFAULT else "leading"),
+        bool(fields.take("use_karras_sigmas", False)),
+    )
+    names = {spec: name for name, spec in SAMPLERS.items()}
+    if spec not in names:
+        raise ConfigError(
+            f"{where}: {kind} with timestep_spacing={spec.spacing!r} and "
+            f"use_karras_sigmas={spec.karras} is not supported. Choose another for this checkpoint "
+            f"with scheduler=..., one of {', '.join(SAMPLERS)}."
+        )
+    schedule = replace(
+        schedule,
+        sampler=names[spec],
+        steps_offset=fields.take("steps_offset", 0),
+        set_alpha_to_one=fields.take("set_alpha_to_one", method in ("ddim", "lcm")),
+    )
+    for name, default, *allowed in REQUIRED_BY_METHOD.get(method, ()):
+        fields.require(name, *allowed, default=default)
+    for name in ("use_exponential_sigmas", "use_beta_sigmas", "use_flow_sigmas", "use_lu_lambdas"):
+        fields.require(name, False, None, default=False)
+    fields.finish(SCHEDULER_HARMLESS)
+    return schedule
+
+
+# Method → (field, the class's default, the values that we compute).
+REQUIRED_BY_METHOD = {
+    "ddim": (("clip_sample", True, False), ("thresholding", False, False)),
+    "pndm": (("skip_prk_steps", False, True),),
+    "euler": (
+        ("interpolation_type", "linear", "linear"),
+        ("final_sigmas_type", "zero", "zero"),
+        ("timestep_type", "discrete", "discrete"),
+        ("sigma_min", None, None),
+        ("sigma_max", None, None),
+    ),
+    "dpmpp_2m": (
+        ("algorithm_type", "dpmsolver++", "dpmsolver++"),
+        ("solver_order", 2, 2),
+        ("solver_type", "midpoint", "midpoint"),
+        ("lower_order_final", True, True),
+        ("euler_at_final", False, False),
+        ("final_sigmas_type", "zero", "zero"),
+        ("thresholding", False, False),
+        ("variance_type", None, None),
+        ("use_dynamic_shifting", False, False),
+    ),
+    "lcm": (
+        ("clip_sample", False, False),
+        ("thresholding", False, False),
+        ("original_inference_steps", 50, 50),
+        ("timestep_scaling", 10.0, 10.0),
+    ),
+}
+# Fields that only another sampler reads, or that qualify a switch which is off.
+SCHEDULER_HARMLESS = """
+    algorithm_type clip_sample clip_sample_range dynamic_thresholding_ratio euler_at_final
+    final_sigmas_type flow_shift interpolation_type lambda_min_clipped lower_order_final
+    original_inference_steps sample_max_value set_alpha_to_one sigma_max sigma_min skip_prk_steps
+    solver_order solver_type thresholding time_shift_type timestep_scaling timestep_type
+    use_dynamic_shifting variance_type
+""".split()
+
+
+def write_schedule(config: ScheduleConfig) -> dict:
+    spec = SAMPLERS[KERASCV_AS_DIFFUSERS.get(config.sampler, config.sampler)]
+    kinds = {method: kind for kind, method in SCHEDULERS.items()}
+    content = {
+        "_class_name": kinds[spec.method],
+        "num_train_timesteps": config.num_train_timesteps,
+        "beta_start": config.beta_start,
+        "beta_end": config.beta_end,
+        "beta_schedule": config.beta_schedule,
+        "prediction_type": config.prediction,
+        "timestep_spacing": spec.spacing,
+        "steps_offset": config.steps_offset,
+    }
+    if spec.method in ("ddim", "pndm", "lcm"):
+        content["set_alpha_to_one"] = config.set_alpha_to_one
+    if spec.method in ("euler", "dpmpp_2m", "lms"):
+        content["use_karras_sigmas"] = spec.karras
+    if spec.method == "pndm":
+        content["skip_prk_steps"] = True
+    if spec.method == "ddim":
+        content["clip_sample"] = False
+    return content
+
+
+PIPELINE_CLASSES = {
+    "none": "Pipeline",
+    "image": "InstructPix2PixPipeline",
+    "mask_and_image": "InpaintPipeline",
+}
+
+
+def pipeline_class(config: PipelineConfig) -> str:
+    is_xl = config.unet.added is not None
+    kind = PIPELINE_CLASSES[config.latent_inputs]
+    if is_xl and config.text_encoder is None:
+        kind = "Img2ImgPipeline"  # the refiner
+    return f"StableDiffusion{'XL' if is_xl else ''}{kind}"

@@ -1,0 +1,139 @@
+"""How a model's variables stand in a checkpoint: names, shapes and transposes, strict both ways.
+
+The models' attributes are named after the checkpoint, so a variable's checkpoint name is its path.
+What is left is one rule per layer kind.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+from keras import ops
+
+from sd_tf.models import MODEL_CLASSES, deferred_variables
+from sd_tf.models.layers import Norm, PointwiseConv
+from sd_tf.weights.tensors import CheckpointError, StoredTensor, shortened
+
+# Layer kind → (its variable, the checkpoint's name for it, the axes that turn stored into Keras').
+LAYOUTS = (
+    (keras.layers.Dense, (("kernel", "weight", (1, 0)), ("bias", "bias", None))),
+    (keras.layers.Conv2D, (("kernel", "weight", (2, 3, 1, 0)), ("bias", "bias", None))),
+    (keras.layers.Embedding, (("embeddings", "weight", None),)),
+    (Norm, (("scale", "weight", None), ("bias", "bias", None))),
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One variable of a model and how the checkpoint stores it."""
+
+    variable: keras.Variable
+    axes: tuple[int, ...] | None
+    pointwise: bool  # stored as a 1×1 convolution
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The stored shape."""
+        shape = tuple(self.variable.shape)
+        if self.axes is not None:
+            shape = tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
+        return (*shape, 1, 1) if self.pointwise else shape
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Linear layers and 1×1 convolutions are the same and were stored as either."""
+        return _without_kernel(shape, self.axes) == _without_kernel(self.shape, self.axes)
+
+    def fill(self, stored: np.ndarray) -> None:
+        if self.axes is not None:
+            stored = stored.reshape(_without_kernel(stored.shape, self.axes))
+            stored = np.transpose(stored, self.axes)
+        value = np.ascontiguousarray(stored)
+        value = ops.convert_to_tensor(value, dtype=self.variable.dtype)
+        if self.variable._value is None:  # deferred: this is its first storage
+            self.variable._initialize(value)
+        else:
+            self.variable.assign(value)
+
+    def stored(self) -> np.ndarray:
+        value = np.asarray(self.variable)
+        if self.axes is not None:
+            value = np.transpose(value, np.argsort(self.axes))
+        return np.ascontiguousarray(value.reshape(self.shape))
+
+
+def _without_kernel(shape, axes):
+    """A matrix stored as a 1×1 convolution, as a matrix."""
+    is_matrix = axes == (1, 0) and len(shape) == 4 and tuple(shape[2:]) == (1, 1)
+    return tuple(shape[:2]) if is_matrix else tuple(shape)
+
+
+def slots(model: keras.layers.Layer) -> dict[str, Slot]:
+    """Checkpoint name → slot, for every variable of the model."""
+    found = {}
+    for path, layer in _leaves(model, ""):
+        for attribute, name, axes in _layout(layer):
+            variable = getattr(layer, attribute)
+            if variable is not None:
+                pointwise = isinstance(layer, PointwiseConv) and attribute == "kernel"
+                found[f"{path}.{name}"] = Slot(variable, axes, pointwise)
+    return found
+
+
+def _layout(layer):
+    for kind, layout in LAYOUTS:
+        if isinstance(layer, kind):
+            return layout
+    return None
+
+
+def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
+    if _layout(layer) is not None:
+        yield path, layer
+        return
+    for name, value in vars(layer).items():
+        if name.startswith("_"):
+            continue
+        children = (
+            {f"{name}.{i}": child for i, child in enumerate(value)}
+            if isinstance(value, list | tuple)
+            else {name: value}
+        )
+        for child_name, child in children.items():
+            if isinstance(child, keras.layers.Layer):
+                yield from _leaves(child, f"{path}.{child_name}" if path else child_name)
+
+
+def abstract_model(config) -> keras.layers.Layer:
+    """The model of a component's config, its variables without storage."""
+    with deferred_variables():
+        return MODEL_CLASSES[type(config)](config)
+
+
+def problems(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """What keeps these tensors from being exactly this model's, one line for each kind."""
+    expected = slots(model)
+    found = []
+    if missing := expected.keys() - tensors.keys():
+        found.append(f"{len(missing)} tensors are missing: {shortened(missing)}")
+    if surplus := tensors.keys() - expected.keys():
+        found.append(f"{len(surplus)} tensors have no place in the model: {shortened(surplus)}")
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, the model wants {list(slot.shape)}"
+        for name, slot in expected.items()
+        if name in tensors and not slot.accepts(tensors[name].shape)
+    ]
+    if wrong:
+        found.append(f"{len(wrong)} tensors have the wrong shape: {shortened(wrong, most=3)}")
+    return found
+
+
+def load(config, tensors: Mapping[str, StoredTensor], dtype: str, where: str):
+    """Build a component's model and fill it, one tensor at a time."""
+    with deferred_variables():
+        model = MODEL_CLASSES[type(config)](config, dtype=dtype)
+    if found := problems(model, tensors):
+        raise CheckpointError(f"{where} does not fit its configuration. " + ". ".join(found))
+    for name, slot in slots(model).items():
+        slot.fill(tensors[name].read())
+    return model

@@ -1,0 +1,141 @@
+"""Tensors on disk: known by name, shape and dtype, read one at a time."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+DTYPES = {
+    "F64": np.dtype("float64"),
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("int64"),
+    "I32": np.dtype("int32"),
+    "U8": np.dtype("uint8"),
+    "BOOL": np.dtype("bool"),
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded: what is wrong, where, and how to mend it."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, in the checkpoint's own layout; `read` fetches its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    def rows(self, start: int, stop: int) -> "StoredTensor":
+        return StoredTensor(
+            (stop - start, *self.shape[1:]), self.dtype, lambda: self.read()[start:stop]
+        )
+
+    def transposed(self) -> "StoredTensor":
+        return StoredTensor(self.shape[::-1], self.dtype, lambda: self.read().T)
+
+
+def refuse_pickle(path: Path) -> None:
+    if path.suffix in PICKLES:
+        raise CheckpointError(
+            f"{path} is a pickle, which can run any code when it is read; only safetensors and "
+            f"HDF5 are loaded. Convert it where you trust it: "
+            f'python -c "import torch, safetensors.torch as s; '
+            f"w = torch.load('{path.name}', weights_only=True, map_location='cpu'); "
+            f"w = w.get('state_dict', w); "
+            f"s.save_file({{k: v.contiguous() for k, v in w.items() if hasattr(v, 'shape')}}, "
+            f"'{path.stem}.safetensors')\""
+        )
+
+
+def open_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name. The library checks header and length, nothing is mapped."""
+    if not path.is_file():
+        raise CheckpointError(f"No such file: {path}")
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        reason = "truncated" if "incomplete" in str(error) or path.stat().st_size < 8 else "corrupt"
+        raise CheckpointError(
+            f"{path} is {reason}: {error}. Its size is {path.stat().st_size} bytes; fetch it again."
+        ) from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} has dtype {entry['dtype']}; supported are "
+                f"{', '.join(DTYPES)}."
+            )
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        offset = 8 + length + entry["data_offsets"][0]
+        tensors[name] = StoredTensor(shape, dtype.name, partial(_read, path, dtype, shape, offset))
+    return tensors
+
+
+def _read(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
+    # Read, not mapped: mapped pages would count as resident until the file is closed.
+    count = int(np.prod(shape))
+    values = np.fromfile(path, dtype, count, offset=offset)
+    if len(values) != count:
+        raise CheckpointError(f"{path} became shorter while it was read.")
+    return values.reshape(shape)
+
+
+def open_sharded(index_file: Path) -> dict[str, StoredTensor]:
+    """The tensors of all shards that an index names; index and shards must agree."""
+    index = read_json(index_file)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_file} has no weight_map.")
+    tensors = {}
+    for shard in sorted(set(weight_map.values())):
+        if os.path.basename(shard) != shard:
+            raise CheckpointError(f"{index_file} points outside its folder: {shard!r}")
+        tensors |= open_safetensors(index_file.parent / shard)
+    if missing := weight_map.keys() - tensors.keys():
+        raise CheckpointError(
+            f"{index_file} names tensors that its shards do not hold: {shortened(missing)}"
+        )
+    if surplus := tensors.keys() - weight_map.keys():
+        raise CheckpointError(
+            f"The shards of {index_file} hold tensors that it does not name: {shortened(surplus)}"
+        )
+    return tensors
+
+
+def read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise CheckpointError(f"No such file: {path}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object. Received: {type(content).__name__}")
+    return content
+
+
+def shortened(names, most=5) -> str:
+    """The first names of many, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

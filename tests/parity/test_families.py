@@ -1,0 +1,218 @@
+"""Every family's models against diffusers' and transformers', on weights that those saved."""
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+from sd_tf.models import TextEncoder
+from sd_tf.weights import layout, open_checkpoint
+from tests import peers
+
+pytestmark = pytest.mark.backend
+
+TOLERANCE = 1e-4  # of the reference's largest value
+SIZES = [(8, 8), (16, 8)]  # latent height and width
+
+
+def close(ours, theirs, tolerance=TOLERANCE):
+    ours, theirs = np.asarray(ours, "float32"), np.asarray(theirs, "float32")
+    assert ours.shape == theirs.shape
+    error = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def to_torch(x):
+    return torch.from_numpy(np.ascontiguousarray(x))
+
+
+def channels_first(x):
+    return to_torch(np.moveaxis(x, -1, 1))
+
+
+def channels_last(x):
+    return np.moveaxis(x.numpy(), 1, -1)
+
+
+@pytest.fixture(params=peers.FAMILIES)
+def pair(request, small_pipelines):
+    pipeline, folder = small_pipelines(request.param)
+    return pipeline, open_checkpoint(folder)
+
+
+PROMPTS = ["a caterpillar smoking a hookah", "", "word " * 100]
+
+
+def unet_inputs(unet, height, width, batch=2):
+    """Inputs in our layout, as our keywords."""
+    rng = np.random.default_rng(height * 100 + width)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype("float32")
+
+    inputs = {
+        "latents": normal(batch, height, width, unet.in_channels),
+        "timesteps": np.array([961, 21][:batch], "int32"),
+        "context": normal(batch, 77, unet.context_dim),
+    }
+    if unet.added is not None:
+        ids = [[64, 128, 0, 4, 64, 64], [1024, 1024, 8, 0, 512, 768]][:batch]
+        inputs["pooled"] = normal(batch, unet.added.pooled_dim)
+        inputs["time_ids"] = np.array(ids, "float32")[:, : unet.added.num_time_ids]
+    if unet.guidance_embed_dim is not None:
+        inputs["guidance"] = normal(batch, unet.guidance_embed_dim)
+    return inputs
+
+
+def run_peer_unet(module, inputs):
+    added = None
+    if "pooled" in inputs:
+        added = {
+            "text_embeds": to_torch(inputs["pooled"]),
+            "time_ids": to_torch(inputs["time_ids"]),
+        }
+    guidance = inputs.get("guidance")
+    with torch.no_grad():
+        return channels_last(
+            module(
+                channels_first(inputs["latents"]),
+                to_torch(inputs["timesteps"]),
+                to_torch(inputs["context"]),
+                added_cond_kwargs=added,
+                timestep_cond=None if guidance is None else to_torch(guidance),
+            ).sample
+        )
+
+
+def test_text_encoders(pair):
+    pipeline, checkpoint = pair
+    for name in checkpoint.config.text_encoders:
+        module = getattr(pipeline, name)
+        tokens = checkpoint.tokenizer(name)(PROMPTS)
+        with torch.no_grad():
+            theirs = module(to_torch(tokens), output_hidden_states=True)
+        ours = checkpoint.build(name)(tokens)
+        if pipeline.__class__.__name__.startswith("StableDiffusionXL"):
+            close(ours["context"], theirs.hidden_states[-2])
+        else:
+            close(ours["context"], theirs.last_hidden_state)
+        if "pooled" in ours:
+            close(ours["pooled"], theirs.text_embeds)
+    assert "pooled" in ours or checkpoint.config.text_encoder_2 is None
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1, 2])
+def test_every_hidden_layer(small_pipelines, clip_skip):
+    """`clip_skip` takes an earlier hidden state, then the final norm."""
+    pipeline, folder = small_pipelines("sd1")
+    checkpoint = open_checkpoint(folder)
+    tokens = checkpoint.tokenizer()(PROMPTS)
+    config = checkpoint.config.text_encoder.skip(clip_skip)
+    model = layout.load(config, checkpoint.tensors("text_encoder"), "float32", "test")
+    encoder = pipeline.text_encoder
+    with torch.no_grad():
+        states = encoder(to_torch(tokens), output_hidden_states=True).hidden_states
+        theirs = encoder.final_layer_norm(states[-(clip_skip + 1)])
+    close(model(tokens)["context"], theirs)
+
+
+@pytest.mark.parametrize("eos", [2, 49407])
+def test_pooled_position_with_added_tokens(eos):
+    """Behind a textual-inversion token the highest id is not the end of the text."""
+    from transformers import CLIPTextModelWithProjection
+
+    from sd_tf.weights.diffusers_config import read_text_encoder
+
+    theirs = peers.text_config("gelu", eos_token_id=eos, vocab_size=49410)
+    module = peers.randomized(CLIPTextModelWithProjection(theirs), 5)
+    config = read_text_encoder(theirs.to_dict(), "config.json", projected=True, penultimate=False)
+    model = TextEncoder(config)
+    state = module.state_dict()
+    for name, slot in layout.slots(model).items():
+        slot.fill(state[name].numpy())
+    tokens = np.full((2, 77), 49407, "int32")
+    tokens[:, 0] = 49406
+    tokens[0, 1:4] = 49409, 320, 530
+    tokens[1, 1:3] = 320, 49408
+    with torch.no_grad():
+        close(model(tokens)["pooled"], module(to_torch(tokens)).text_embeds)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_unet(pair, size):
+    pipeline, checkpoint = pair
+    inputs = unet_inputs(checkpoint.config.unet, *size)
+    close(checkpoint.build("unet")(**inputs), run_peer_unet(pipeline.unet, inputs))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_vae(pair, size):
+    pipeline, checkpoint = pair
+    rng = np.random.default_rng(size)
+    vae = checkpoint.build("vae")
+    latents = rng.standard_normal((2, *size, 4)).astype("float32")
+    images = rng.uniform(-1, 1, (2, 8 * size[0], 8 * size[1], 3)).astype("float32")
+    with torch.no_grad():
+        decoded = pipeline.vae.decode(channels_first(latents)).sample
+        posterior = pipeline.vae.encode(channels_first(images)).latent_dist
+    close(vae.decode(latents), channels_last(decoded))
+    mean, log_variance = vae.encode(images)
+    close(mean, channels_last(posterior.mean))
+    close(log_variance, channels_last(posterior.logvar))
+
+
+DISTILLED = {
+    "no middle block": {**peers.SD1_UNET, "mid_block_type": None},
+    "a plain middle block": {**peers.SD1_UNET, "mid_block_type": "UNetMidBlock2D"},
+    "one resnet a level, three levels": {
+        **peers.SD1_UNET,
+        "block_out_channels": (32, 64, 96),
+        "layers_per_block": 1,
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3,
+        "up_block_types": ("CrossAttnUpBlock2D",) * 3,
+    },
+    "uneven depths": {
+        **peers.SDXL_UNET,
+        "transformer_layers_per_block": (1, (2, 1), (1, 3)),
+        "reverse_transformer_layers_per_block": ((3, 1, 1), (2, 1, 1), 1),
+    },
+    "guidance embedding": {**peers.SD1_UNET, "time_cond_proj_dim": 32},
+}
+
+
+@pytest.mark.parametrize("changes", DISTILLED.values(), ids=DISTILLED)
+def test_distilled_unets(tmp_path, changes):
+    from diffusers import UNet2DConditionModel
+
+    from sd_tf.weights.diffusers import _open_component
+    from sd_tf.weights.diffusers_config import read_unet, write_unet
+
+    module = peers.randomized(UNet2DConditionModel(**changes), 6)
+    module.save_pretrained(tmp_path / "unet")
+    config = read_unet(dict(module.config), "config.json", pooled_dim=64)
+    assert read_unet(write_unet(config), "again", pooled_dim=64) == config
+    model = layout.load(config, _open_component(tmp_path, "unet", None), "float32", "test")
+    inputs = unet_inputs(config, 16, 8)
+    close(model(**inputs), run_peer_unet(module, inputs))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(small_pipelines, dtype):
+    """Variables and activations in half precision; norms, softmax and the sinusoid stay float32."""
+    pipeline, folder = small_pipelines("sdxl-base")
+    checkpoint = open_checkpoint(folder)
+    tolerance = {"bfloat16": 0.06, "float16": 0.01}[dtype]
+    unet = checkpoint.build("unet", dtype)
+    assert {variable.dtype for variable in unet.variables} == {dtype}
+    inputs = unet_inputs(checkpoint.config.unet, 8, 8)
+    outputs = unet(**inputs)
+    assert keras.backend.standardize_dtype(outputs.dtype) == dtype
+    outputs = keras.ops.convert_to_numpy(keras.ops.cast(outputs, "float32"))
+    close(outputs, run_peer_unet(pipeline.unet, inputs), tolerance)
+
+    tokens = checkpoint.tokenizer("text_encoder_2")(PROMPTS)
+    ours = checkpoint.build("text_encoder_2", dtype)(tokens)
+    with torch.no_grad():
+        theirs = pipeline.text_encoder_2(to_torch(tokens)).text_embeds
+    pooled = keras.ops.convert_to_numpy(keras.ops.cast(ours["pooled"], "float32"))
+    close(pooled, theirs, tolerance)
