@@ -42,7 +42,8 @@ def varied_texts(count):
     pieces = [
         "a", "the", "red", "Cat", "isn't", "we've", "3", "42", "2024", ",", ".", "!", "?!", "…",
         "-", "—", "/", "\n", "\t", "  ", "é", "ü", "ñ", "ø", "Ω", "ж", "漢", "字", "🎨", "🚀",
-        "👍🏽", "portrait", "of", "photorealistic", "8k", "#tag", "@user", "'quoted'", "\u0301", "\u200d",
+        "👍🏽", "portrait", "of", "photorealistic", "8k", "#tag", "@user", "'quoted'", "\u0301",
+        "\u200d",
     ]  # fmt: skip
     ranges = [(0x20, 0x7E), (0xA0, 0x24F), (0x370, 0x52F), (0x4E00, 0x4FFF), (0x1F300, 0x1F6FF)]
     for _ in range(count // 2):

@@ -36,14 +36,6 @@ class Checkpoint:
         where = f"{component} of {self.source}"
         return layout.load(self.config.components[component], tensors, dtype, where)
 
-    def problems(self, component: str) -> list[str]:
-        """What would stop `build`, without reading a single value."""
-        try:
-            tensors = self.tensors(component)
-        except CheckpointError as error:
-            return [str(error)]
-        return layout.problems(layout.abstract_model(self.config.components[component]), tensors)
-
     def tokenizer(self, text_encoder: str = "text_encoder") -> ClipTokenizer:
         """The checkpoint's own tokenizer, else the shipped one with the family's padding."""
         config = self.config.text_encoders[text_encoder]

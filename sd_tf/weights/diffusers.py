@@ -150,7 +150,8 @@ def choose_weights(files: Iterable[str], component: str, variant: str | None = N
         stem, *parts = file.split(".")
         if stem == WEIGHTS_STEM[component] and "safetensors" in parts:
             rest = [part for part in parts if part not in ("safetensors", "index", "json")]
-            found.setdefault(".".join(rest), file)
+            if not any("-of-" in part for part in rest):  # a shard, which its index will name
+                found.setdefault(".".join(rest), file)
     wanted = ("", "fp16") if variant is None else (variant,)
     for name in wanted:
         if name in found:

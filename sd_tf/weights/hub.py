@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from sd_tf.weights.diffusers import (
     MODEL_INDEX,
@@ -20,28 +20,28 @@ SMALL_FILES = (".json", ".txt")
 def fetch(repo_id: str, revision: str | None = None, variant: str | None = None) -> Path:
     """Download (or find in the cache) a repository; returns its local folder."""
     try:
-        files = HfApi().list_repo_files(repo_id, revision=revision)
+        siblings = HfApi().model_info(repo_id, revision=revision).siblings
+        files = [sibling.rfilename for sibling in siblings]
         if MODEL_INDEX not in files:
-            raise CheckpointError(
-                f"{repo_id} on the Hub is not a diffusers pipeline: it has no {MODEL_INDEX}."
-            )
-        index_file = Path(hf_hub_download(repo_id, MODEL_INDEX, revision=revision))
-        index = read_index(index_file.parent)
-        wanted = wanted_files(files, components_of(index), variant)
-        for name in [name for name in wanted if name.endswith(".index.json")]:
-            shard_index = read_json(Path(hf_hub_download(repo_id, name, revision=revision)))
-            folder = name.rpartition("/")[0]
-            wanted += [f"{folder}/{shard}" for shard in set(shard_index["weight_map"].values())]
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
+            raise CheckpointError(f"it is not a diffusers pipeline: it has no {MODEL_INDEX}.")
+
+        folder = Path(hf_hub_download(repo_id, MODEL_INDEX, revision=revision)).parent
+        wanted = wanted_files(files, components_of(read_index(folder)), variant)
+        for name in wanted:
+            path = Path(hf_hub_download(repo_id, name, revision=folder.name))  # one commit for all
+            if ".safetensors.index." in name:
+                shards = set(read_json(path).get("weight_map", {}).values())
+                wanted += [f"{name.rpartition('/')[0]}/{shard}" for shard in sorted(shards)]
+        return folder
     except CheckpointError as error:
         raise CheckpointError(f"{repo_id} on the Hub: {error}") from error
-    except (OSError, HfHubHTTPError, OfflineModeIsEnabled) as error:
+    except Exception as error:  # which HTTP library raises it differs between Hub clients
         return _from_cache(repo_id, revision, error)
 
 
 def wanted_files(files: list[str], components: dict, variant: str | None) -> list[str]:
-    """The index, every component's small files, and one set of weights for each model."""
-    wanted = [MODEL_INDEX]
+    """Every component's small files, and one set of weights for each model."""
+    wanted = []
     for component in components:
         inside = [file for file in files if file.startswith(f"{component}/")]
         names = [file.removeprefix(f"{component}/") for file in inside]

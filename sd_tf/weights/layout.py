@@ -4,7 +4,7 @@ The models' attributes are named after the checkpoint, so a variable's checkpoin
 What is left is one rule per layer kind.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import keras
@@ -44,16 +44,19 @@ class Slot:
         """Linear layers and 1×1 convolutions are the same and were stored as either."""
         return _without_kernel(shape, self.axes) == _without_kernel(self.shape, self.axes)
 
-    def fill(self, stored: np.ndarray) -> None:
-        if self.axes is not None:
-            stored = stored.reshape(_without_kernel(stored.shape, self.axes))
-            stored = np.transpose(stored, self.axes)
-        value = np.ascontiguousarray(stored)
+    def fill(self, read: Callable[[], np.ndarray]) -> None:
+        value = self._arranged(read())
         value = ops.convert_to_tensor(value, dtype=self.variable.dtype)
         if self.variable._value is None:  # deferred: this is its first storage
             self.variable._initialize(value)
         else:
             self.variable.assign(value)
+
+    def _arranged(self, stored: np.ndarray) -> np.ndarray:
+        if self.axes is not None:
+            stored = stored.reshape(_without_kernel(stored.shape, self.axes))
+            stored = np.transpose(stored, self.axes)
+        return np.ascontiguousarray(stored)
 
     def stored(self) -> np.ndarray:
         value = np.asarray(self.variable)
@@ -135,5 +138,5 @@ def load(config, tensors: Mapping[str, StoredTensor], dtype: str, where: str):
     if found := problems(model, tensors):
         raise CheckpointError(f"{where} does not fit its configuration. " + ". ".join(found))
     for name, slot in slots(model).items():
-        slot.fill(tensors[name].read())
+        slot.fill(tensors[name].read)
     return model

@@ -40,6 +40,10 @@ class StoredTensor:
     def size(self) -> int:
         return int(np.prod(self.shape))
 
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype).itemsize
+
     def rows(self, start: int, stop: int) -> "StoredTensor":
         return StoredTensor(
             (stop - start, *self.shape[1:]), self.dtype, lambda: self.read()[start:stop]

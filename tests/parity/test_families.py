@@ -129,7 +129,7 @@ def test_pooled_position_with_added_tokens(eos):
     model = TextEncoder(config)
     state = module.state_dict()
     for name, slot in layout.slots(model).items():
-        slot.fill(state[name].numpy())
+        slot.fill(state[name].numpy)
     tokens = np.full((2, 77), 49407, "int32")
     tokens[:, 0] = 49406
     tokens[0, 1:4] = 49409, 320, 530

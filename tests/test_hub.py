@@ -1,0 +1,143 @@
+"""The Hub client against a small server on loopback that answers as the Hub does."""
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The calls that a download makes: what there is, a file's metadata, a file."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def answer(self, with_body):
+        root, path = self.server.root, self.path.partition("?")[0]
+        if path.startswith("/api/models/tiny/sd"):
+            files = sorted(p for p in root.rglob("*") if p.is_file())
+            siblings = [{"rfilename": str(p.relative_to(root))} for p in files]
+            content = {"id": "tiny/sd", "modelId": "tiny/sd", "sha": COMMIT, "siblings": siblings}
+            return self.send(json.dumps(content).encode(), with_body, "application/json")
+        file = root / path.partition("/tiny/sd/resolve/")[2].partition("/")[2]
+        if not path.startswith("/tiny/sd/resolve/") or not file.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        if with_body:
+            self.server.fetched.append(str(file.relative_to(root)))
+        return self.send(file.read_bytes(), with_body, "application/octet-stream")
+
+    def send(self, body, with_body, kind):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(small_pipelines, tmp_path, monkeypatch):
+    import shutil
+
+    from huggingface_hub import constants, hf_api
+
+    _, source = small_pipelines("sd1")
+    root = shutil.copytree(source, tmp_path / "repository")
+    unet = root / "unet/diffusion_pytorch_model"
+    shutil.copy(f"{unet}.safetensors", f"{unet}.fp16.safetensors")
+    shutil.copy(f"{unet}.safetensors", f"{unet}.bin")
+    (root / "README.md").write_text("pictures")
+    (root / "v1-5-pruned.safetensors").write_bytes(b"large")
+    (root / "safety_checker").mkdir()
+    (root / "safety_checker/model.safetensors").write_bytes(b"not wanted")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.root, server.fetched = root, []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_fetches_only_what_is_read(hub, small_pipelines):
+    from sd_tf.weights import layout, open_checkpoint
+
+    _, source = small_pipelines("sd1")
+    checkpoint = open_checkpoint("tiny/sd")
+    assert sorted(set(hub.fetched)) == [
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
+    assert len(hub.fetched) == len(set(hub.fetched))
+    ours = layout.slots(checkpoint.build("unet"))
+    reference = layout.slots(open_checkpoint(source).build("unet"))
+    assert all((slot.stored() == reference[name].stored()).all() for name, slot in ours.items())
+
+    hub.fetched.clear()
+    open_checkpoint("tiny/sd", variant=None)
+    assert hub.fetched == [], "the second time everything is in the cache"
+
+
+def test_variant_and_shards(hub, small_pipelines):
+    import shutil
+
+    from sd_tf.weights import CheckpointError, open_checkpoint
+
+    with pytest.raises(CheckpointError, match=r"tiny/sd on the Hub: text_encoder has no weights"):
+        open_checkpoint("tiny/sd", variant="fp16")
+    pipeline, _ = small_pipelines("sd1")
+    shutil.rmtree(hub.root / "unet")
+    pipeline.unet.save_pretrained(hub.root / "unet", max_shard_size="2MB")
+    checkpoint = open_checkpoint("tiny/sd")
+    assert len(checkpoint.tensors("unet")) == len(pipeline.unet.state_dict())
+
+
+def test_cache_serves_when_the_hub_is_gone(hub, tmp_path):
+    from sd_tf.weights import CheckpointError, open_checkpoint
+
+    open_checkpoint("tiny/sd")
+    for path in sorted(hub.root.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    hub.shutdown()
+    hub.server_close()
+    assert open_checkpoint("tiny/sd").config.family == "sd1"
+    with pytest.raises(CheckpointError, match=r"other/model is neither a local file or folder"):
+        open_checkpoint("other/model")
+
+
+def test_not_a_pipeline(hub):
+    from sd_tf.weights import CheckpointError, open_checkpoint
+
+    (hub.root / "model_index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"not a diffusers pipeline: it has no model_index"):
+        open_checkpoint("tiny/sd")
