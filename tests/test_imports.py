@@ -17,6 +17,13 @@ ALLOWED = {
     "tokenizer": {"config"},
     "models": {"config"},
     "weights": {"config", "tokenizer", "models"},
+    "checkpoints": {"config", "tokenizer", "models", "weights"},
+    "sampling": {"config"},
+    "manifest": set(),
+    "export": {"config", "sampling", "manifest", "weights"},
+    "pipeline": {"config", "tokenizer", "sampling", "manifest"},
+    "generate": {"config", "manifest", "pipeline"},
+    "bench": {"config", "tokenizer", "manifest", "pipeline"},
 }
 
 
@@ -65,6 +72,12 @@ def test_imports_run_one_way(part):
         ("sd_tf.config", "tensorflow", ("keras", "tensorflow", "jax", "numpy")),
         ("sd_tf.tokenizer", "tensorflow", ("keras", "tensorflow", "jax")),
         ("sd_tf.models", "jax", ("tensorflow", "torch")),
+        (
+            "sd_tf.pipeline",
+            "tensorflow",
+            ("sd_tf.models", "sd_tf.weights", "sd_tf.export", "keras_cv", "torch"),
+        ),
+        ("sd_tf.sampling.loop", "jax", ("tensorflow", "torch", "sd_tf.models")),
         ("sd_tf.weights", "jax", ("tensorflow", "torch", "keras_cv")),
         ("sd_tf.weights", "tensorflow", ("torch", "keras_cv", "diffusers", "transformers")),
     ],

@@ -131,17 +131,20 @@ class Downsample(Block):
 
 
 class Upsample(Block):
-    """Every pixel doubled in both directions, then a convolution."""
+    """Every pixel doubled in both directions, cut to `size` where that was odd, a convolution."""
 
     def __init__(self, channels, dtype=None):
         super().__init__(dtype)
         self.conv = conv(channels, channels, dtype=dtype)
 
-    def call(self, x):
+    def call(self, x, size=None):
         _, height, width, channels = x.shape
         x = ops.reshape(x, (-1, height, 1, width, 1, channels))
         x = ops.tile(x, (1, 1, 2, 1, 2, 1))
-        return self.conv(ops.reshape(x, (-1, 2 * height, 2 * width, channels)))
+        x = ops.reshape(x, (-1, 2 * height, 2 * width, channels))
+        if size is not None and size != (2 * height, 2 * width):
+            x = x[:, : size[0], : size[1]]
+        return self.conv(x)
 
 
 class ResnetBlock(Block):

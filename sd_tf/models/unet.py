@@ -100,13 +100,14 @@ class UpBlock(Stage):
         super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
         self.upsamplers = [Upsample(out_channels, dtype)] if upsample else []
 
-    def call(self, x, skips, time_embedding, context):
+    def call(self, x, skips, time_embedding, context, size=None):
+        """`size` is the height and width of the next level, where it is not simply twice ours."""
         for resnet, attention, skip in zip(self.resnets, self.attentions, skips, strict=True):
             x = resnet(ops.concatenate([x, skip], axis=-1), time_embedding)
             if attention is not None:
                 x = attention(x, context)
         for upsampler in self.upsamplers:
-            x = upsampler(x)
+            x = upsampler(x, size=size)
         return x
 
 
@@ -182,7 +183,8 @@ class UNet(Block):
             x = self.mid_block(x, embedding, context)
         for block in self.up_blocks:
             mine = [skips.pop() for _ in block.resnets]  # the latest first
-            x = block(x, mine, embedding, context)
+            size = tuple(skips[-1].shape[1:3]) if skips else None
+            x = block(x, mine, embedding, context, size=size)
         return self.conv_out(ops.silu(self.conv_norm_out(x)))
 
     def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import keras
 
@@ -29,6 +30,11 @@ class Checkpoint:
                 f"{self.source} has no component {component!r}; it has {', '.join(self.readers)}."
             )
         return self.readers[component]()
+
+    def files(self, component: str) -> list[Path]:
+        """What the component's tensors are read from; nothing where KerasCV downloads them."""
+        files = {tensor.file for tensor in self.tensors(component).values()}
+        return sorted(file for file in files if file is not None)
 
     def build(self, component: str, dtype: str = "float32") -> keras.layers.Layer:
         """The component's model with its weights, loaded strictly and one tensor at a time."""

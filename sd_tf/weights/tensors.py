@@ -35,6 +35,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
+    file: Path | None = None
 
     @property
     def size(self) -> int:
@@ -46,11 +47,11 @@ class StoredTensor:
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
         return StoredTensor(
-            (stop - start, *self.shape[1:]), self.dtype, lambda: self.read()[start:stop]
+            (stop - start, *self.shape[1:]), self.dtype, lambda: self.read()[start:stop], self.file
         )
 
     def transposed(self) -> "StoredTensor":
-        return StoredTensor(self.shape[::-1], self.dtype, lambda: self.read().T)
+        return StoredTensor(self.shape[::-1], self.dtype, lambda: self.read().T, self.file)
 
 
 def refuse_pickle(path: Path) -> None:
@@ -91,7 +92,8 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             )
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         offset = 8 + length + entry["data_offsets"][0]
-        tensors[name] = StoredTensor(shape, dtype.name, partial(_read, path, dtype, shape, offset))
+        read = partial(_read, path, dtype, shape, offset)
+        tensors[name] = StoredTensor(shape, dtype.name, read, path)
     return tensors
 
 

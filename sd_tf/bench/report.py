@@ -1,0 +1,537 @@
+"""What was measured as a text table, as JSON, and as one HTML page that needs nothing else."""
+
+import html
+import importlib.metadata
+import json
+import os
+import platform
+import textwrap
+from datetime import UTC, datetime
+from pathlib import Path
+from string import Template
+
+import sd_tf
+
+FORMAT_VERSION = 1
+DEFAULT_NAME = "benchmark"
+SUFFIXES = (".json", ".html")
+LIBRARIES = ("tensorflow", "keras", "keras-cv", "numpy")
+STAGES = {
+    "text_encoder": "text encoder",
+    "image_encoder": "image encoder",
+    "diffusion_model": "diffusion model",
+    "decoder": "decoder",
+    "other": "other",
+}
+STARTUP = {
+    "other": "start of Python",
+    "import_seconds": "import",
+    "load_seconds": "load",
+    "first_call_seconds": "first call",
+}
+
+
+def complete(measured: dict, flags: dict) -> dict:
+    """With everything that one needs to know to judge the figures."""
+    versions = {"sd_tf": sd_tf.__version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        versions[name] = importlib.metadata.version(name)
+    devices = measured["variants"][0]["devices"]
+    return {
+        "format_version": FORMAT_VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "flags": flags,
+        "hardware": {**hardware(), "devices": devices},
+        "versions": versions,
+        **measured,
+    }
+
+
+def hardware() -> dict:
+    def first(path, key):
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+        return None
+
+    return {
+        "cpu": first("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(first("/proc/meminfo", "MemTotal").split()[0]) * 1024,
+        "load_average": os.getloadavg()[0],
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+# Files
+
+
+def output_paths(output: str) -> tuple[Path, Path]:
+    """A folder (there already, or with / at its end) or a name, which may have one of our ends."""
+    path = Path(output)
+    if path.is_dir() or output.endswith("/"):
+        path = path / DEFAULT_NAME
+    elif path.suffix in SUFFIXES:
+        path = path.with_suffix("")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return tuple(path.with_name(path.name + suffix) for suffix in SUFFIXES)
+
+
+def write(results: dict, json_path: Path, html_path: Path) -> tuple[Path, Path]:
+    """The pictures go into the page, not into the JSON."""
+    variants = [
+        {key: value for key, value in variant.items() if key != "pictures"}
+        for variant in results["variants"]
+    ]
+    content = json.dumps({**results, "variants": variants}, indent=1, ensure_ascii=False)
+    json_path.write_text(content + "\n", encoding="utf-8")
+    html_path.write_text(page(results), encoding="utf-8")
+    return json_path, html_path
+
+
+# Figures in words
+
+
+def number(value: float | None) -> str:
+    """Three or four digits."""
+    if value is None:
+        return "–"
+    for limit, digits in ((0.01, 5), (0.1, 4), (1, 3), (10, 2), (100, 1)):
+        if abs(value) < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:,.0f}".replace(",", "\u202f")
+
+
+def gigabytes(size: int | None) -> str:
+    return "–" if size is None else f"{size / 1e9:.2f}"
+
+
+def rows(results: dict) -> list[tuple[str, list[str]]]:
+    """(label, one cell for each variant); two spaces before a label mean: part of the one above."""
+    variants = results["variants"]
+    first = variants[0]["warm"]["median"]
+
+    def row(label, value):
+        return label, [value(variant) for variant in variants]
+
+    def stage(name):
+        return lambda v: number(v["stages"].get(name, {}).get("median"))
+
+    def compiled(key):
+        return lambda v: "?" if v["compilations"] is None else str(v["compilations"][key])
+
+    used = [name for name in STAGES if any(name in v["stages"] for v in variants)]
+    table = [
+        row("import", lambda v: number(v["import_seconds"])),
+        row("load", lambda v: number(v["load_seconds"])),
+        row("first call", lambda v: number(v["first_call_seconds"])),
+        row(
+            "  XLA compiling in it",
+            lambda v: number(v["compilations"] and v["compilations"]["first_call_seconds"]),
+        ),
+        row("first picture since start", lambda v: number(v["first_image_seconds"])),
+        row("warm run, median", lambda v: number(v["warm"]["median"])),
+        row("  min", lambda v: number(v["warm"]["min"])),
+        row("  max", lambda v: number(v["warm"]["max"])),
+    ]
+    if any(v["warm"]["p95"] is not None for v in variants):
+        table.append(row("  95th percentile", lambda v: number(v["warm"]["p95"])))
+    for name in used:
+        table.append(row(f"  {STAGES[name]}", stage(name)))
+        if name == "diffusion_model":
+            table.append(row("    per model call", lambda v: number(v["per_model_call"]["median"])))
+    table += [
+        row("pictures per second", lambda v: number(v["images_per_second"])),
+        row("speed, first column = 1", lambda v: f"{first / v['warm']['median']:.2f}"),
+        row("peak memory, GB", lambda v: gigabytes(v["peak_memory_bytes"])),
+    ]
+    if any(v["peak_device_memory_bytes"] is not None for v in variants):
+        table.append(
+            row("peak device memory, GB", lambda v: gigabytes(v["peak_device_memory_bytes"]))
+        )
+    return table + [
+        row("XLA compilations, first call", compiled("first_call")),
+        row("  timed runs", compiled("timed_runs")),
+    ]
+
+
+def work(results: dict) -> str:
+    """What each run did."""
+    v = results["variants"][0]
+    pictures = "1 picture" if v["batch_size"] == 1 else f"{v['batch_size']} pictures"
+    return (
+        f"{pictures} of {v['height']}×{v['width']} px, {v['num_steps']} steps of {v['scheduler']} "
+        f"({v['model_calls']} model calls), guidance {v['guidance_scale']:g}"
+    )
+
+
+def remarks(results: dict) -> list[str]:
+    """What keeps the figures from meaning what they seem to."""
+    variants, found = results["variants"], []
+    for item in results["left_out"]:
+        what = "failed" if item["failed"] else "left out"
+        found.append(f"{item['name']}: {what}. {item['reason']}")
+    if any(v["engine"] == "kerascv" and v["random_weights"] for v in variants):
+        found.append("KerasCV ran with random weights: the same work, but no meaningful pictures.")
+    if len({v["precision"] for v in variants}) > 1:
+        each = ", ".join(f"{v['name']} {v['precision']}" for v in variants)
+        found.append(f"The variants compute in different precisions: {each}.")
+    for v in variants:
+        if v["compilations"] is None:
+            found.append(f"{v['name']}: TensorFlow did not tell what it compiled.")
+        elif v["compilations"]["timed_runs"]:
+            found.append(f"{v['name']}: the timed runs compiled, so they were not warm.")
+        if not v["same_pictures_in_all_runs"]:
+            found.append(f"{v['name']}: the runs did not all make the same pictures.")
+    return found
+
+
+def machine(results: dict) -> str:
+    h = results["hardware"]
+    cores = "1 core" if h["cores"] == 1 else f"{h['cores']} cores"
+    gpus = "".join(f", {device}" for device in h["devices"] if device != "CPU")
+    return f"{h['cpu']}, {cores}, {h['memory_bytes'] / 1e9:.0f} GB{gpus}"
+
+
+def table(results: dict) -> str:
+    names = [variant["name"] for variant in results["variants"]]
+    lines = [("seconds", names), *rows(results)]
+    widths = [max(len(cells[i]) for _, cells in lines) for i in range(len(names))]
+    left = max(len(label) for label, _ in lines)
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    text = ["", f"{work(results)}; {results['variants'][0]['repeat']} timed runs", machine(results)]
+    text += [versions, ""]
+    for index, (label, cells) in enumerate(lines):
+        padded = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        text.append(f"{label:<{left}}  {padded}")
+        if index == 0:
+            text.append("-" * len(text[-1]))
+    text.append("")
+    for remark in remarks(results):
+        text += textwrap.wrap(remark, 100, subsequent_indent="  ")
+    return "\n".join(text)
+
+
+# The page
+
+
+def page(results: dict) -> str:
+    variants = results["variants"]
+    date = datetime.fromisoformat(results["date"])
+    batch = variants[0]["batch_size"]
+    each = "the picture" if batch == 1 else f"all {batch} pictures"
+    return _PAGE.substitute(
+        title=escape(f"sd_tf benchmark, {date:%Y-%m-%d}"),
+        style=_STYLE,
+        work=escape(work(results)),
+        machine=escape(machine(results)),
+        date=f'<time datetime="{escape(results["date"])}">{date:%d %B %Y, %H:%M} UTC</time>',
+        headline=_headline(variants),
+        remarks=_remarks(remarks(results)),
+        warm=_bars(variants),
+        warm_note=escape(
+            f"Seconds for {each}, from the prompt to pixels in memory: the median of "
+            f"{variants[0]['repeat']} runs; the thin line spans the fastest to the slowest."
+        ),
+        stages=_stacks(variants, STAGES, _stage_seconds),
+        startup=_stacks(variants, STARTUP, _startup_seconds),
+        table=_table(results),
+        pictures="".join(_pictures(variant) for variant in variants),
+        prompt=escape(variants[0]["prompt"]),
+        seeds=escape(_seeds(variants[0])),
+        setup=_setup(results),
+    )
+
+
+def escape(text) -> str:
+    return html.escape(str(text))
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.2f}%"
+
+
+def _headline(variants: list[dict]) -> str:
+    fastest = min(variants, key=lambda v: v["warm"]["median"])
+    slowest = max(variants, key=lambda v: v["warm"]["median"])
+    least = min(variants, key=lambda v: v["peak_memory_bytes"])
+    soonest = min(variants, key=lambda v: v["first_image_seconds"])
+    ratio = slowest["warm"]["median"] / fastest["warm"]["median"]
+    against = f"{ratio:.2f} × as fast as {slowest['name']}" if len(variants) > 1 else "warm"
+    cards = [
+        (f"{number(fastest['warm']['median'])} s", fastest["name"], against),
+        (f"{number(fastest['images_per_second'])}", "pictures per second", fastest["name"]),
+        (f"{number(soonest['first_image_seconds'])} s", "to the first picture", soonest["name"]),
+        (f"{gigabytes(least['peak_memory_bytes'])} GB", "peak memory", least["name"]),
+    ]
+    return "".join(
+        f"<li><b>{escape(figure)}</b><span>{escape(what)}</span><small>{escape(who)}</small></li>"
+        for figure, what, who in cards
+    )
+
+
+def _remarks(found: list[str]) -> str:
+    if not found:
+        return ""
+    items = "".join(f"<li>{escape(text)}</li>" for text in found)
+    return f'<ul class="remarks">{items}</ul>'
+
+
+def _bars(variants: list[dict]) -> str:
+    longest = max(v["warm"]["max"] for v in variants)
+    bars = []
+    for v in variants:
+        warm = v["warm"]
+        width, start = percent(warm["median"], longest), percent(warm["min"], longest)
+        spread = percent(warm["max"] - warm["min"], longest)
+        bars.append(
+            f'<div class="row"><dt>{escape(v["name"])}</dt><dd><div class="track">'
+            f'<div class="bar" style="width:{width}"></div>'
+            f'<div class="whisker" style="left:{start};width:{spread}"></div></div>'
+            f"<output>{number(warm['median'])} s</output></dd></div>"
+        )
+    return f'<dl class="chart">{"".join(bars)}</dl>'
+
+
+def _stage_seconds(variant: dict) -> dict[str, float]:
+    seconds = {name: figures["median"] for name, figures in variant["stages"].items()}
+    rest = variant["warm"]["median"] - sum(seconds.values())
+    return {**seconds, "other": max(rest, 0.0)}
+
+
+def _startup_seconds(variant: dict) -> dict[str, float]:
+    seconds = {name: variant[name] for name in STARTUP if name != "other"}
+    rest = variant["first_image_seconds"] - sum(seconds.values())
+    return {"other": max(rest, 0.0), **seconds}
+
+
+def _stacks(variants: list[dict], names: dict[str, str], seconds_of) -> str:
+    """Stacked bars; parts in the order of `names`, coloured by their place in it."""
+    parts = {v["name"]: seconds_of(v) for v in variants}
+    longest = max(sum(seconds.values()) for seconds in parts.values())
+    seen = [n for n in names if any(s.get(n, 0) > longest * 1e-3 for s in parts.values())]
+    bars = []
+    for name, seconds in parts.items():
+        segments = "".join(
+            f'<div class="{part}" style="width:{percent(seconds.get(part, 0), longest)}" '
+            f'title="{escape(names[part])}: {number(seconds.get(part, 0))} s"></div>'
+            for part in seen
+        )
+        total = number(sum(seconds.values()))
+        bars.append(
+            f'<div class="row"><dt>{escape(name)}</dt><dd><div class="track stack">{segments}</div>'
+            f"<output>{total} s</output></dd></div>"
+        )
+    legend = "".join(f'<li><i class="{part}"></i>{escape(names[part])}</li>' for part in seen)
+    return f'<ul class="legend">{legend}</ul><dl class="chart">{"".join(bars)}</dl>'
+
+
+def _table(results: dict) -> str:
+    head = "".join(f'<th scope="col">{escape(v["name"])}</th>' for v in results["variants"])
+    body = []
+    for label, cells in rows(results):
+        depth = (len(label) - len(label.lstrip())) // 2
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body.append(
+            f'<tr class="depth{depth}"><th scope="row">{escape(label.strip())}</th>{row}</tr>'
+        )
+    return (
+        f'<table><thead><tr><th scope="col">Seconds</th>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table>"
+    )
+
+
+def _seeds(variant: dict) -> str:
+    first, count = variant["seed"], variant["batch_size"]
+    return f"seed {first}" if count == 1 else f"seeds {first} to {first + count - 1}"
+
+
+def _pictures(variant: dict) -> str:
+    """KerasCV draws a whole batch from one seed, we draw each picture from its own."""
+    images = []
+    for index, picture in enumerate(variant["pictures"]):
+        seed = variant["seed"] + (0 if variant["engine"] == "kerascv" else index)
+        alt = f"{variant['name']}, seed {seed}: {variant['prompt']}"
+        images.append(
+            f'<img src="data:image/png;base64,{picture}" alt="{escape(alt)}" '
+            f'width="{variant["width"]}" height="{variant["height"]}">'
+        )
+    return (
+        f'<figure><div class="strip">{"".join(images)}</div>'
+        f"<figcaption>{escape(variant['name'])}</figcaption></figure>"
+    )
+
+
+def _setup(results: dict) -> str:
+    h = results["hardware"]
+    facts = {
+        "processor": f"{h['cpu']}, {h['cores']} cores",
+        "memory": f"{h['memory_bytes'] / 1e9:.1f} GB",
+        "devices": ", ".join(h["devices"]),
+        "system": h["system"],
+        "load before": f"{h['load_average']:.2f}",
+        "order": " → ".join(v["name"] for v in results["variants"]),
+    }
+    flags = " ".join(
+        f"--{name}={value}" if not isinstance(value, bool) else f"--{name}"
+        for name, value in results["flags"].items()
+        if value is not None and value is not False
+    )
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in {**facts, **results["versions"], "flags": flags}.items()
+    )
+
+
+_STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f5f2; --card: #fff; --ink: #1c1b1a; --soft: #67635d; --line: #e2dfd8;
+  --track: #efede8; --main: #2f6db5; --mark: #1c1b1a; --warn: #8a5a00; --warn-page: #fff6e0;
+  --a: #7a5bc7; --b: #c2549d; --c: #2f6db5; --d: #1f8f6b; --e: #a8a39a;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #141414; --card: #1e1e1f; --ink: #eceae6; --soft: #a39f98; --line: #343332;
+    --track: #2a2a2b; --main: #6ba6ea; --mark: #eceae6; --warn: #f0c66b; --warn-page: #2c2618;
+    --a: #a58df0; --b: #e07fc0; --c: #6ba6ea; --d: #52bd97; --e: #77736d;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; padding: 2.5rem 1.25rem 4rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+}
+main { max-width: 58rem; margin: 0 auto; }
+header p { margin: .15rem 0; color: var(--soft); }
+header .work { color: var(--ink); font-size: 1.1rem; }
+h1 { margin: 0 0 .4rem; font-size: 2rem; line-height: 1.15; letter-spacing: -.02em; }
+h2 { margin: 0 0 .2rem; font-size: 1.1rem; letter-spacing: -.01em; }
+section {
+  margin-top: 1.1rem; padding: 1.3rem 1.4rem 1.4rem; background: var(--card);
+  border: 1px solid var(--line); border-radius: 12px;
+}
+section > p { margin: 0 0 1rem; color: var(--soft); font-size: .9rem; }
+ul, dl, dd, figure { margin: 0; padding: 0; }
+ul { list-style: none; }
+.headline {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1px;
+  margin-top: 1.5rem; overflow: hidden; background: var(--line);
+  border: 1px solid var(--line); border-radius: 12px;
+}
+.headline li { display: flex; flex-direction: column; padding: 1rem 1.2rem; background: var(--card); }
+.headline b { font-size: 1.6rem; line-height: 1.25; letter-spacing: -.02em; }
+.headline small { color: var(--soft); font-size: .82rem; }
+.remarks {
+  margin-top: 1.1rem; padding: .8rem 1.2rem; color: var(--warn); background: var(--warn-page);
+  border-radius: 12px; font-size: .9rem;
+}
+.remarks li + li { margin-top: .4rem; }
+.row { display: grid; grid-template-columns: 9.5rem 1fr; align-items: center; margin-top: .55rem; }
+.row dt { padding-right: .8rem; font-size: .92rem; }
+.row dd { display: flex; align-items: center; }
+.track { position: relative; flex: 1; height: 1.5rem; background: var(--track); border-radius: 5px; }
+.bar { height: 100%; background: var(--main); border-radius: 5px; }
+.whisker {
+  position: absolute; top: 50%; height: .8rem; min-width: 2px; transform: translateY(-50%);
+  border: solid var(--mark); border-width: 0 2px;
+  background: linear-gradient(var(--mark), var(--mark)) center / 100% 2px no-repeat;
+}
+.stack { display: flex; overflow: hidden; }
+.stack div + div { box-shadow: inset 1px 0 var(--card); }
+.chart output {
+  flex: none; width: 5.2rem; text-align: right; font-variant-numeric: tabular-nums;
+  font-size: .92rem;
+}
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; color: var(--soft); }
+.legend i {
+  display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; border-radius: 2px;
+}
+.text_encoder { background: var(--a); } .image_encoder { background: var(--b); }
+.diffusion_model { background: var(--c); } .decoder { background: var(--d); }
+.other { background: var(--e); } .import_seconds { background: var(--a); }
+.load_seconds { background: var(--d); } .first_call_seconds { background: var(--c); }
+.scroll { overflow-x: auto; }
+table { width: 100%; border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .34rem 0 .34rem 1.1rem; text-align: right; white-space: nowrap; font-weight: 400; }
+th:first-child { padding-left: 0; text-align: left; }
+thead th { border-bottom: 1px solid var(--ink); font-weight: 600; vertical-align: bottom; }
+tbody tr.depth0 > * { border-top: 1px solid var(--line); }
+tbody tr:first-child > * { border-top: 0; }
+.depth0 th { font-weight: 600; }
+.depth1 th, .depth2 th, .depth1 td, .depth2 td { color: var(--soft); }
+.depth1 th:first-child { padding-left: 1.1rem; } .depth2 th:first-child { padding-left: 2.2rem; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1.1rem; }
+.strip { display: flex; flex-wrap: wrap; gap: .4rem; }
+.strip img { flex: 1 1 6rem; min-width: 0; max-width: 100%; height: auto; border-radius: 6px; }
+figcaption { margin-top: .35rem; font-size: .88rem; color: var(--soft); }
+blockquote { margin: .2rem 0 1rem; padding-left: .9rem; border-left: 3px solid var(--main); }
+blockquote small { display: block; color: var(--soft); }
+.setup div { display: grid; grid-template-columns: 9.5rem 1fr; padding: .22rem 0; font-size: .9rem; }
+.setup dt { color: var(--soft); }
+.setup dd { min-width: 0; overflow-wrap: anywhere; }
+@media (max-width: 36rem) {
+  body { padding: 1.5rem .8rem 3rem; }
+  section { padding: 1.1rem 1rem 1.2rem; }
+  .row { grid-template-columns: 1fr; margin-top: .7rem; }
+  .chart output { width: 4.6rem; }
+  .headline { grid-template-columns: 1fr 1fr; }
+  .headline li { padding: .8rem .9rem; }
+  .headline b { font-size: 1.3rem; }
+  .setup div { grid-template-columns: 6.5rem 1fr; }
+}
+"""
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>$style</style>
+</head>
+<body>
+<main>
+<header>
+<h1>Benchmark</h1>
+<p class="work">$work</p>
+<p>$machine</p>
+<p>$date</p>
+</header>
+<ul class="headline">$headline</ul>
+$remarks
+<section>
+<h2>Warm runs</h2>
+<p>$warm_note</p>
+$warm
+</section>
+<section>
+<h2>Where the time goes</h2>
+<p>Medians of the same runs, by stage.</p>
+$stages
+</section>
+<section>
+<h2>Until the first picture</h2>
+<p>From the start of Python in a new process; the first call includes what XLA compiles.</p>
+$startup
+</section>
+<section>
+<h2>All figures</h2>
+<p>A model call is one guided evaluation of the diffusion model, of both halves.</p>
+<div class="scroll" tabindex="0">$table</div>
+</section>
+<section>
+<h2>Pictures</h2>
+<blockquote>$prompt <small>$seeds</small></blockquote>
+<div class="gallery">$pictures</div>
+</section>
+<section>
+<h2>Setup</h2>
+<dl class="setup">$setup</dl>
+</section>
+</main>
+</body>
+</html>
+""")

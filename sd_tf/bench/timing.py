@@ -1,0 +1,172 @@
+"""`python -m sd_tf.bench.timing FOLDER`: measures the one job in the folder, in this process.
+
+Start-up is measured apart: the import, the load, the first call (which compiles). Then come the
+timed runs of the same call. Every call ends with the pictures in NumPy's hands, so that nothing
+is still under way when a clock stops.
+"""
+
+import time
+
+START = time.perf_counter()
+
+import json  # noqa: E402
+import resource  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from sd_tf.bench import JOB, RESULT, TIMED_RUNS, BenchError, Job  # noqa: E402
+
+ENOUGH_FOR_P95 = 20
+
+# One run: the pictures uint8 (B, H, W, 3), and the seconds of each stage in their order.
+Call = Callable[[], tuple["np.ndarray", dict[str, float]]]  # noqa: F821
+
+
+def main(folder: Path) -> None:
+    job = Job(**json.loads((folder / JOB).read_text(encoding="utf-8")))
+    try:
+        result = measure(job, folder)
+    except ValueError as error:  # what the user can mend; anything else ends with a traceback
+        result = {"error": str(error)}
+    (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+
+
+def measure(job: Job, folder: Path) -> dict:
+    prepare, import_seconds = timed(ENGINES[job.engine])
+    call, load_seconds = timed(lambda: prepare(job))
+    (first_images, _), first_call_seconds = timed(call)
+    first_image_seconds = time.perf_counter() - START
+
+    print(TIMED_RUNS, file=sys.stderr, flush=True)
+    seconds, stages, is_same = [], [], True
+    for _ in range(job.repeat):
+        (images, of_stages), total = timed(call)
+        seconds.append(total)
+        stages.append(of_stages)
+        is_same = is_same and bool((images == first_images).all())
+    memory, device_memory = peak_memory(), peak_device_memory()
+    save(first_images, folder)
+
+    per_call = [run["diffusion_model"] / job.model_calls for run in stages]
+    return {
+        "import_seconds": import_seconds,
+        "load_seconds": load_seconds,
+        "first_call_seconds": first_call_seconds,
+        "first_image_seconds": first_image_seconds,
+        "warm": summary(seconds),
+        "stages": {name: summary([run[name] for run in stages]) for name in stages[0]},
+        "per_model_call": summary(per_call),
+        "images_per_second": job.batch_size / statistics.median(seconds),
+        "peak_memory_bytes": memory,
+        "peak_device_memory_bytes": device_memory,
+        "same_pictures_in_all_runs": is_same,
+        "devices": devices(),
+    }
+
+
+def timed(function):
+    start = time.perf_counter()
+    value = function()
+    return value, time.perf_counter() - start
+
+
+def summary(values: Sequence[float]) -> dict:
+    """`p95` is None for few values, which have no 95th percentile but their maximum."""
+    p95 = None
+    if len(values) >= ENOUGH_FOR_P95:
+        p95 = statistics.quantiles(values, n=20, method="inclusive")[-1]
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "p95": p95,
+        "values": list(values),
+    }
+
+
+# Engines: an import, which returns what loads, which returns the call.
+
+
+def saved_models() -> Callable[[Job], Call]:
+    import numpy as np
+
+    from sd_tf.pipeline import Pipeline
+
+    def prepare(job: Job) -> Call:
+        pipe = Pipeline.load(
+            job.export_dir, jit_compile=job.jit_compile, compile_cache=job.compile_cache
+        )
+        pictures = {}
+        if pipe.manifest.latent_inputs == "mask_and_image":  # paint the whole of a grey picture
+            shape = (job.height, job.width)
+            pictures = {"image": np.full((*shape, 3), 128, "uint8")}
+            pictures["mask"] = np.full(shape, 255, "uint8")
+
+        def call():
+            result = pipe(
+                [job.prompt] * job.batch_size,
+                num_steps=job.num_steps,
+                guidance_scale=job.guidance_scale,
+                seed=job.seed,
+                scheduler=job.scheduler,
+                **pictures,
+            )
+            return result.images, {k: v for k, v in result.timings.items() if k != "total"}
+
+        return call
+
+    return prepare
+
+
+def kerascv() -> Callable[[Job], Call]:
+    from sd_tf.bench.kerascv import prepare
+
+    return prepare
+
+
+ENGINES = {"saved_models": saved_models, "kerascv": kerascv}
+
+
+# What else is written down
+
+
+def peak_memory() -> int:
+    """The most bytes that this process ever had in memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_device_memory() -> int | None:
+    import tensorflow as tf
+
+    gpus = tf.config.list_logical_devices("GPU")
+    if not gpus:
+        return None
+    return sum(tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus)
+
+
+def devices() -> list[str]:
+    import tensorflow as tf
+
+    found = []
+    for device in tf.config.list_physical_devices():
+        details = tf.config.experimental.get_device_details(device)
+        found.append(details.get("device_name", device.device_type))
+    return found
+
+
+def save(images, folder: Path) -> None:
+    from PIL import Image
+
+    for index, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"{index:03}.png")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise BenchError(f"One folder is needed. Received: {sys.argv[1:]}")
+    main(Path(sys.argv[1]))

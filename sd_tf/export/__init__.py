@@ -1,0 +1,259 @@
+"""Checkpoint → verified SavedModels and a manifest, published at once or not at all."""
+
+import dataclasses
+import errno
+import gc
+import importlib.metadata
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from sd_tf.export import modules, verify
+from sd_tf.export.modules import Geometry
+from sd_tf.export.publish import staging
+from sd_tf.manifest import (
+    VERSION_FOLDER,
+    Component,
+    ExportError,
+    Manifest,
+    describe_files,
+    file_hash,
+)
+from sd_tf.weights import Checkpoint
+
+COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
+PRECISIONS = ("float32", "bfloat16", "float16")
+VERIFY = ("full", "fast", "off")
+
+Report = Callable[[str, str], None]  # (component, what is being done or was done)
+
+
+@dataclass(frozen=True)
+class Options:
+    batch_size: int = 1
+    height: int | None = None  # None: the size that the model was made for
+    width: int | None = None
+    precision: str = "float32"
+    max_steps: int = 100
+    guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
+    guidance_rescale: float = 0.0
+    jit_compile_text_encoder: bool = False
+    components: Sequence[str] = COMPONENTS
+    verify: str = "full"
+    overwrite: bool = False
+
+
+def export(
+    checkpoint: Checkpoint, target: str | Path, options: Options, report: Report | None = None
+) -> Manifest:
+    """Write all components, or replace some of an export; returns the manifest."""
+    report = report or (lambda component, text: None)
+    target = Path(target)
+    geometry = check(checkpoint, options)
+    replacing = set(options.components) != set(COMPONENTS)
+    previous = Manifest.read(target) if replacing else None
+    with staging(target, options.overwrite or replacing) as folder:
+        components, figures, calls = {}, {}, {}
+        if previous is not None:
+            kept = [name for name in previous.components if name not in options.components]
+            _keep(target, folder, previous, kept)
+            components = {name: previous.components[name] for name in kept}
+            figures = {name: previous.verification[name] for name in kept}
+            calls = previous.calls
+        for name in options.components:
+            signatures, figures[name], new_calls = _export_one(
+                name, checkpoint, geometry, options, folder, report
+            )
+            components[name] = Component(signatures, describe_files(folder, name))
+            calls = new_calls or calls
+        manifest = _manifest(checkpoint, geometry, options, components, figures, calls)
+        if previous is not None:
+            manifest = _with_kept(manifest, previous, kept)
+        for encoder, name in manifest.tokenizers.items():
+            checkpoint.tokenizer(encoder).save(folder / name)
+        manifest.write(folder)
+    return manifest
+
+
+def check(checkpoint: Checkpoint, options: Options) -> Geometry:
+    """Options against the checkpoint; everything that can be wrong is found before any work."""
+    config = checkpoint.config
+
+    def refuse(rule, received):
+        raise ExportError(f"{rule} Received: {received}")
+
+    if unknown := [name for name in options.components if name not in COMPONENTS]:
+        refuse(f"Components are {', '.join(COMPONENTS)}.", ", ".join(unknown))
+    if not options.components:
+        refuse(f"At least one component of {', '.join(COMPONENTS)} is exported.", "none")
+    if options.precision not in PRECISIONS:
+        refuse(f"The precision is one of {', '.join(PRECISIONS)}.", options.precision)
+    if options.verify not in VERIFY:
+        refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
+    if options.batch_size < 1:
+        refuse("The batch size is at least 1.", options.batch_size)
+    if not 1 <= options.max_steps <= config.schedule.num_train_timesteps:
+        refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", options.max_steps)
+    if not 0.0 <= options.guidance_rescale <= 1.0:
+        refuse("The guidance rescale factor is between 0 and 1.", options.guidance_rescale)
+    if options.guidance not in ("classifier_free", "none"):
+        refuse("Guidance is classifier_free or none.", options.guidance)
+    scale = config.vae.downscale
+    height = config.default_size if options.height is None else options.height
+    width = config.default_size if options.width is None else options.width
+    for name, size in (("height", height), ("width", width)):
+        if size < scale or size % scale:
+            refuse(f"The {name} is a positive multiple of {scale}.", size)
+    latent_shape = (height // scale, width // scale, config.vae.latent_channels)
+    return Geometry(
+        options.batch_size,
+        height,
+        width,
+        latent_shape,
+        options.max_steps,
+        options.guidance,
+        options.guidance_rescale,
+    )
+
+
+def _export_one(name, checkpoint, geometry, options, folder, report):
+    """Build, trace, save, drop, reload, compare: one copy of the weights at any time."""
+    start = time.perf_counter()
+    report(name, "loading weights")
+    module, reference_of = _build(name, checkpoint, geometry, options)
+    reference = inputs = None
+    if options.verify != "off":
+        report(name, "computing the reference")
+        endpoint = module.endpoints[verify.endpoint_for(name)]
+        specs = endpoint.structured_input_signature[1]
+        inputs = verify.sample_inputs(specs, name, options.verify)
+        reference = verify.eager(reference_of, inputs)
+    report(name, "saving")
+    path = folder / name / VERSION_FOLDER
+    try:
+        tf.saved_model.save(module, str(path), signatures=module.endpoints)
+    except tf.errors.ResourceExhaustedError as error:  # TensorFlow's word for a full disk
+        raise OSError(errno.ENOSPC, error.message) from error
+    signatures = tuple(sorted(module.endpoints))
+    calls = module.tables.calls_by_sampler() if name == "diffusion_model" else None
+    del module, reference_of
+    keras.backend.clear_session()
+    gc.collect()
+    figures = {"level": options.verify}
+    if options.verify != "off":
+        report(name, "reloading and comparing")
+        figures |= verify.compare(
+            name, folder, reference, inputs, options.verify, options.precision
+        )
+        gc.collect()
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    seconds = time.perf_counter() - start
+    best = [f"{k} {v['psnr_db']:.0f} dB" for k, v in figures.items() if isinstance(v, dict)]
+    agreement = f", agrees: {', '.join(best)}" if best else ", not verified"
+    report(name, f"done in {seconds:.1f} s, {size / 1e6:.1f} MB{agreement}")
+    return signatures, figures, calls
+
+
+def _build(name, checkpoint, geometry, options):
+    """The component's module, and a function that computes its reference with the bare models."""
+    config = checkpoint.config
+    if name == "text_encoder":
+        models = [checkpoint.build(part, options.precision) for part in config.text_encoders]
+        empty = np.stack([checkpoint.tokenizer(part)("") for part in config.text_encoders], axis=1)
+        empty = empty if len(models) > 1 else empty[:, 0]
+        module = modules.TextEncoder(
+            models, empty, config, geometry.batch_size, options.jit_compile_text_encoder
+        )
+    elif name == "diffusion_model":
+        unet = checkpoint.build("unet", options.precision)
+        module = modules.DiffusionModel(unet, config, geometry)
+    else:
+        # SDXL's decoder overflows in float16; bfloat16 has the range.
+        upcast = config.vae.force_upcast and options.precision == "float16"
+        vae = checkpoint.build("vae", "float32" if upcast else options.precision)
+        if name == "decoder":
+            module = modules.Decoder(vae, config, geometry)
+        else:
+            module = modules.ImageEncoder(vae, geometry)
+    return module, module.eager[verify.endpoint_for(name)]
+
+
+def _keep(target: Path, folder: Path, previous: Manifest, kept: list[str]) -> None:
+    """The components that stay, as links to the same files: nothing is copied."""
+    previous.check_files(target)
+    for name in kept:
+        shutil.copytree(target / name, folder / name, copy_function=os.link)
+
+
+# What every component shares, and what a component alone decides.
+SHARED = ("batch_size", "height", "width", "latent_shape", "precision", "latent_inputs", "time_ids")
+OWNED = {
+    "text_encoder": ("jit_compiled_text_encoder", "zero_empty_negative", "tokenizers"),
+    "diffusion_model": (
+        "max_steps",
+        "default_sampler",
+        "guidance",
+        "guidance_rescale",
+        "prediction",
+    ),
+}
+
+
+def _with_kept(manifest: Manifest, previous: Manifest, kept: list[str]) -> Manifest:
+    """The manifest with what the kept components were exported with."""
+    for field in SHARED:
+        old, new = getattr(previous, field), getattr(manifest, field)
+        if old != new:
+            raise ExportError(
+                f"A component can only be replaced by one of the same {field}: the export has "
+                f"{old}. Received: {new}"
+            )
+    owned = [field for name in kept for field in OWNED.get(name, ())]
+    return dataclasses.replace(manifest, **{field: getattr(previous, field) for field in owned})
+
+
+def _manifest(checkpoint, geometry, options, components, figures, calls) -> Manifest:
+    config = checkpoint.config
+    added = config.unet.added
+    return Manifest(
+        family=config.family,
+        batch_size=geometry.batch_size,
+        height=geometry.height,
+        width=geometry.width,
+        latent_shape=geometry.latent_shape,
+        precision=options.precision,
+        max_steps=geometry.max_steps,
+        calls=calls,
+        default_sampler=config.schedule.sampler,
+        guidance=geometry.guidance,
+        guidance_rescale=geometry.guidance_rescale,
+        prediction=config.schedule.prediction,
+        latent_inputs=config.latent_inputs,
+        time_ids=0 if added is None else added.num_time_ids,
+        zero_empty_negative=config.zero_empty_negative,
+        scaling_factor=config.vae.scaling_factor,
+        jit_compiled_text_encoder=options.jit_compile_text_encoder,
+        tokenizers={
+            name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
+        },
+        components={name: components[name] for name in COMPONENTS if name in components},
+        checkpoint={
+            "source": checkpoint.source,
+            "format": checkpoint.format,
+            "sha256": {
+                name: {path.name: file_hash(path) for path in checkpoint.files(name)}
+                for name in config.components
+            },
+        },
+        verification=figures,
+        versions={
+            name: importlib.metadata.version(name) for name in ("sd_tf", "tensorflow", "keras")
+        },
+    )

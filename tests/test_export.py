@@ -1,0 +1,480 @@
+"""What an export holds, who can run it, and what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from sd_tf.checkpoints import tiny_folder
+from sd_tf.export import COMPONENTS, Options, export, verify
+from sd_tf.export.publish import staging
+from sd_tf.manifest import ExportError, Manifest
+from sd_tf.pipeline import Pipeline
+from sd_tf.sampling.tables import steps
+from sd_tf.weights import open_checkpoint
+from tests.exports import tiny_export
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return tiny_export(tmp_path_factory.mktemp("export") / "tiny", batch_size=2, verify="full")
+
+
+@pytest.fixture
+def copy(exported, tmp_path):
+    return shutil.copytree(exported, tmp_path / "copy")
+
+
+def load(folder, component):
+    return tf.saved_model.load(str(folder / component / "1"))
+
+
+# What is in it
+
+
+def test_manifest(exported):
+    manifest = Manifest.read(exported)
+    assert manifest.family == "sd1" and manifest.latent_shape == (8, 8, 4)
+    assert tuple(manifest.components) == COMPONENTS
+    assert manifest.calls["pndm"] == [1, *range(3, 10)]  # one more call than steps, from 2 on
+    assert manifest.calls["euler"] == list(range(1, 9))
+    assert manifest.checkpoint["sha256"]["unet"].keys() == {"diffusion_pytorch_model.safetensors"}
+    for name, figures in manifest.verification.items():
+        assert figures["level"] == "full"
+        assert figures["saved_model"]["psnr_db"] >= 60
+        assert name == "text_encoder" or figures["saved_model_xla"]["psnr_db"] >= 60
+    manifest.check_files(exported)
+
+
+def test_the_original_client_runs_unchanged(exported):
+    """Names, shapes and calls of the benchmark that this project answers to."""
+    loaded = [load(exported, name) for name in COMPONENTS[:3]]
+    text_encoder, diffusion_model, decoder = (part.signatures["serving_default"] for part in loaded)
+    tokens = tf.constant(np.full((1, 77), 49407), tf.int32)
+    encoded = text_encoder(tokens=tokens)
+    assert encoded["context"].shape == encoded["unconditional_context"].shape == (2, 77, 64)
+
+    @tf.function(jit_compile=True)
+    def denoise(context, unconditional_context, num_steps, scale):
+        return diffusion_model(
+            context=context,
+            unconditional_context=unconditional_context,
+            num_steps=num_steps,
+            unconditional_guidance_scale=scale,
+        )
+
+    @tf.function(jit_compile=True)
+    def decode(latent):
+        return decoder(latent=latent)
+
+    latent = denoise(
+        encoded["context"], encoded["unconditional_context"], tf.constant(4), tf.constant(7.5)
+    )["latent"]
+    images = decode(latent)["generated_images"]
+    assert images.dtype == tf.uint8 and images.shape == (2, 64, 64, 3)
+    assert np.abs(latent[0] - latent[1]).max() > 0.1, "each image of the batch has its own seed"
+    seeded = Pipeline.load(exported)(["<|endoftext|>"] * 2, num_steps=4, seed=0)
+    assert np.abs(images.numpy().astype(int) - seeded.images).max() <= 1
+
+
+def test_signatures_agree(exported):
+    """All ways to the same picture: seeded, from noise, in segments; compiled and plain."""
+    signatures = load(exported, "diffusion_model").signatures
+    rng = np.random.default_rng(0)
+    context = rng.standard_normal((2, 2, 77, 64)).astype("float32")
+    call = {
+        "context": tf.constant(context[0]),
+        "unconditional_context": tf.constant(context[1]),
+        "num_steps": tf.constant(5),
+        "unconditional_guidance_scale": tf.constant(4.0),
+    }
+    seeds = tf.constant([11, 12])
+    noise = signatures["noise"](seed=seeds)["noise"]
+    for index, name in enumerate(Manifest.read(exported).samplers):
+        scheduler = tf.constant(index)
+        whole = signatures["seeded"](**call, seed=seeds, scheduler=scheduler)["latent"]
+        plain = signatures["plain_seeded"](**call, seed=seeds, scheduler=scheduler)["latent"]
+        scale = np.abs(whole).max()
+        assert np.isfinite(scale)
+        assert np.abs(whole - plain).max() <= 1e-3 * scale, name
+        state = signatures["begin"](noise=noise, scheduler=scheduler, num_steps=call["num_steps"])
+        state["history"] = tf.zeros((5, 2, 8, 8, 4))
+        for start, stop in ((0, 2), (2, 3), (3, 100)):
+            bounds = {"first": 0, "start": start, "stop": stop}
+            state = signatures["segment"](
+                **call,
+                **state,
+                **{key: tf.constant(value) for key, value in bounds.items()},
+                seed=seeds,
+                scheduler=scheduler,
+            )
+        assert np.abs(state["latent"] - whole).max() <= 1e-3 * scale, name
+        if "ancestral" not in name and name != "lcm":
+            again = signatures["from_noise"](**call, noise=noise, scheduler=scheduler)["latent"]
+            assert np.abs(again - whole).max() <= 1e-3 * scale, name
+
+
+def test_png_signature(exported):
+    signatures = load(exported, "decoder").signatures
+    latent = tf.random.normal((2, 8, 8, 4), seed=1)
+    pictures = signatures["serving_default"](latent=latent)["generated_images"]
+    for name in ("png", "plain_png"):
+        encoded = signatures[name](latent=latent)["image_bytes"]
+        decoded = tf.stack([tf.io.decode_png(one) for one in encoded])
+        assert np.abs(decoded.numpy().astype(int) - pictures.numpy()).max() <= 1
+
+
+def test_steps_outside_the_table_are_refused_in_the_graph(exported):
+    signatures = load(exported, "diffusion_model").signatures
+    inputs = {"noise": tf.zeros((2, 8, 8, 4))}
+    for num_steps, scheduler, message in (
+        (9, 0, "num_steps must be 1…8"),
+        (0, 0, "num_steps must be 1…8"),
+        (4, 15, "scheduler must be 0…14"),
+        (4, -1, "scheduler must be 0…14"),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            signatures["begin"](
+                **inputs, num_steps=tf.constant(num_steps), scheduler=tf.constant(scheduler)
+            )
+
+
+CALLS = """
+import sys
+from pathlib import Path
+from sd_tf.pipeline import Pipeline
+
+def compiled():
+    return len(list(Path(sys.argv[2]).glob("*.pb")))
+
+pipe = Pipeline.load(sys.argv[1], compile_cache=sys.argv[2])
+assert compiled() == 0
+pipe.warm_up()
+first = compiled()
+for name in pipe.manifest.samplers:
+    pipe(["a", "b"], num_steps=3, scheduler=name, seed=1)
+for changes in ({"num_steps": 8}, {"guidance_scale": 1.0}, {"seed": 7}, {"negative_prompt": "x"},
+                {"callback": lambda done, calls, latents: None}):
+    pipe(["another prompt", "c"], **{"num_steps": 2, **changes})
+print(first, compiled())
+"""
+
+
+def test_nothing_compiles_again(exported, tmp_path):
+    """XLA leaves one file in its cache for each compilation: the loop's and the decoder's."""
+    result = subprocess.run(
+        [sys.executable, "-c", CALLS, str(exported), str(tmp_path / "cache")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["2", "2"]
+
+
+def test_saved_model_cli(exported, tmp_path):
+    cli = Path(sys.executable).parent / "saved_model_cli"
+    for component, tensors in (
+        ("text_encoder", {"tokens": np.full((1, 77), 49407, "int32")}),
+        ("decoder", {"latent": np.zeros((2, 8, 8, 4), "float32")}),
+        (
+            "diffusion_model",
+            {
+                "context": np.zeros((2, 77, 64), "float32"),
+                "unconditional_context": np.zeros((2, 77, 64), "float32"),
+                "num_steps": np.int32(2),
+                "unconditional_guidance_scale": np.float32(7.5),
+            },
+        ),
+    ):
+        folder = str(exported / component / "1")
+        shown = subprocess.run(
+            [cli, "show", "--dir", folder, "--all"], capture_output=True, text=True, check=True
+        )
+        assert "signature_def['serving_default']" in shown.stdout
+        for name in tensors:
+            assert f"inputs['{name}']" in shown.stdout
+        files = []
+        for name, value in tensors.items():
+            np.save(tmp_path / f"{name}.npy", value)
+            files.append(f"{name}={tmp_path / name}.npy")
+        signature = "serving_default" if component == "text_encoder" else "plain_serving_default"
+        subprocess.run(
+            [cli, "run", "--dir", folder, "--tag_set", "serve", "--signature_def", signature]
+            + ["--inputs", ";".join(files), "--outdir", str(tmp_path), "--overwrite"],
+            check=True,
+            capture_output=True,
+        )
+    assert np.load(tmp_path / "latent.npy").shape == (2, 8, 8, 4)
+    assert np.load(tmp_path / "generated_images.npy").dtype == np.uint8
+
+
+def test_replace_one_component(copy):
+    before = Manifest.read(copy)
+    export(
+        open_checkpoint(tiny_folder()),
+        copy,
+        Options(batch_size=2, height=64, width=64, components=("decoder",), verify="fast"),
+    )
+    after = Manifest.read(copy)
+    after.check_files(copy)
+    assert after.max_steps == before.max_steps == 8 and after.calls == before.calls
+    assert after.verification["decoder"]["level"] == "fast"
+    assert after.verification["diffusion_model"] == before.verification["diffusion_model"]
+    assert Pipeline.load(copy)("a", num_steps=1).images.shape == (1, 64, 64, 3)
+    with pytest.raises(ExportError, match=r"same batch_size: the export has 2. Received: 3"):
+        export(
+            open_checkpoint(tiny_folder()),
+            copy,
+            Options(batch_size=3, height=64, width=64, components=("decoder",), verify="off"),
+        )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"height": 100}, r"The height is a positive multiple of 8. Received: 100"),
+        ({"width": 0}, r"The width is a positive multiple of 8. Received: 0"),
+        ({"batch_size": 0}, r"The batch size is at least 1. Received: 0"),
+        ({"max_steps": 0}, r"max_steps is 1…1000. Received: 0"),
+        ({"max_steps": 2000}, r"max_steps is 1…1000. Received: 2000"),
+        ({"guidance_rescale": 2.0}, r"between 0 and 1. Received: 2.0"),
+        ({"guidance_rescale": float("nan")}, r"between 0 and 1. Received: nan"),
+        ({"components": ("unet",)}, r"Components are text_encoder, .*Received: unet"),
+        ({"components": ()}, r"At least one component .*Received: none"),
+        ({"precision": "int8"}, r"precision is one of float32, .*Received: int8"),
+    ],
+)
+def test_options(tmp_path, options, message):
+    with pytest.raises(ExportError, match=message):
+        tiny_export(tmp_path / "export", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_below_the_floor_nothing_is_published(tmp_path, monkeypatch):
+    monkeypatch.setitem(verify.FLOORS, "float32", 1000.0)
+    with pytest.raises(ExportError, match=r"diffusion_model does not compute .* floor .* 1000 dB"):
+        tiny_export(tmp_path / "export", verify="fast")
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_wrong_model_is_noticed(exported):
+    """The comparison itself: other inputs than the reference's do not pass."""
+    inputs = {"latent": np.random.default_rng(0).standard_normal((2, 8, 8, 4)).astype("float32")}
+    signature = load(exported, "decoder").signatures["plain_serving_default"]
+    reference = {"generated_images": signature(latent=tf.constant(inputs["latent"])).popitem()[1]}
+    figures = verify.compare("decoder", exported, reference, inputs, "full", "float32")
+    assert figures["saved_model"]["psnr_db"] > 60
+    inputs["latent"] *= 1.01
+    with pytest.raises(ExportError, match=r"decoder does not compute what the model computes"):
+        verify.compare("decoder", exported, reference, inputs, "full", "float32")
+
+
+def test_damaged_exports(copy):
+    path = copy / "pipeline.json"
+    manifest = json.loads(path.read_text())
+
+    def refused(match):
+        with pytest.raises(ExportError, match=match):
+            Pipeline.load(copy)
+
+    for changes, message in (
+        ({"format_version": 2}, r"format version 2, this sd_tf reads 1: use the sd_tf"),
+        ({"extra": 1}, r"missing nothing, unknown \['extra'\]"),
+    ):
+        path.write_text(json.dumps({**manifest, **changes}))
+        refused(message)
+    path.write_text(json.dumps({k: v for k, v in manifest.items() if k != "calls"}))
+    refused(r"missing \['calls'\], unknown nothing")
+    path.write_text("{")
+    refused(r"pipeline\.json cannot be read")
+    path.unlink()
+    refused(r"is not an export: it has no pipeline\.json")
+    path.write_text(json.dumps(manifest))
+
+    for component in ("text_encoder", "diffusion_model", "decoder"):
+        folder = copy / component / "1"
+        for file in (folder / "saved_model.pb", folder / "variables/variables.data-00000-of-00001"):
+            content = file.read_bytes()
+            middle = len(content) // 2
+            flipped = bytes([content[middle] ^ 1])
+            file.write_bytes(content[:middle] + flipped + content[middle + 1 :])
+            refused(rf"{file.name} of {component} is not the file that was exported")
+            file.write_bytes(content[:-1])
+            refused(rf"{file.name} of {component} has {len(content) - 1} bytes, it was exported")
+            file.unlink()
+            refused(rf"{file.name} of {component} is missing")
+            file.write_bytes(content)
+    assert Pipeline.load(copy).manifest.family == "sd1"
+
+
+def test_large_variables_are_checked_by_tensorflow(copy, monkeypatch):
+    """Files that are too large to hash at every start: TensorFlow compares their checksums."""
+    manifest = json.loads((copy / "pipeline.json").read_text())
+    data = "diffusion_model/1/variables/variables.data-00000-of-00001"
+    del manifest["components"]["diffusion_model"]["files"][data]["sha256"]
+    (copy / "pipeline.json").write_text(json.dumps(manifest))
+    content = bytearray((copy / data).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / data).write_bytes(content)
+    with pytest.raises(ExportError, match=r"diffusion_model/1 cannot be loaded: .*[Cc]hecksum"):
+        Pipeline.load(copy)
+
+
+# Publishing
+
+
+def test_existing_and_foreign_targets(tmp_path):
+    target = tmp_path / "export"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    for options, message in (
+        ({}, r"exists. Choose another --output_dir, or give --overwrite"),
+        ({"overwrite": True}, r"is not an export, so --overwrite leaves it alone"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            tiny_export(target, **options)
+    assert (target / "notes.txt").read_text() == "mine"
+
+
+def write(folder, text):
+    (folder / "pipeline.json").write_text(text)
+
+
+def test_overwriting_is_one_step(tmp_path):
+    target = tmp_path / "export"
+    with staging(target, overwrite=False) as folder:
+        write(folder, "one")
+        assert not target.exists()
+    with pytest.raises(RuntimeError), staging(target, overwrite=True) as folder:
+        write(folder, "lost")
+        raise RuntimeError
+    assert (target / "pipeline.json").read_text() == "one"
+    with staging(target, overwrite=True) as folder:
+        write(folder, "two")
+        assert (target / "pipeline.json").read_text() == "one"
+    assert (target / "pipeline.json").read_text() == "two"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".export.lock", "export"]
+
+
+def test_two_exports_to_one_target(tmp_path):
+    target = tmp_path / "export"
+    with staging(target, overwrite=False) as folder:
+        write(folder, "first")
+        with pytest.raises(ExportError, match=r"Another export to .*export is running"):
+            tiny_export(target)
+    assert (target / "pipeline.json").read_text() == "first"
+
+
+def test_unwritable_target(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match=r"cannot be written to .*a part of its path is a file"):
+        tiny_export(tmp_path / "file" / "export")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.decode()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_no_space_left(small_disk):
+    target = small_disk / "export"
+    with pytest.raises(ExportError, match=r"no space is left on the device"):
+        tiny_export(target)
+    assert [path.name for path in small_disk.iterdir()] == [".export.lock"]
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+from sd_tf.export.publish import staging
+
+with staging(Path(sys.argv[1]), overwrite=True) as folder:
+    print("started", flush=True)
+    for number in range(200):
+        (folder / f"{number}.bin").write_bytes(b"x" * 100_000)
+    (folder / "pipeline.json").write_text("complete")
+"""
+
+
+def test_killed_at_random_moments(tmp_path):
+    """-9 at 20 moments of writing and publishing: absent or complete, and the next run succeeds."""
+    target = tmp_path / "export"
+    rng = np.random.default_rng(0)
+    killed = 0
+    for _ in range(20):
+        process = subprocess.Popen(
+            [sys.executable, "-c", EXPORT, str(target)], stdout=subprocess.PIPE, cwd=ROOT
+        )
+        process.stdout.readline()
+        time.sleep(float(rng.uniform(0, 0.06)))
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        if target.exists():
+            assert (target / "pipeline.json").read_text() == "complete"
+            assert len(list(target.iterdir())) == 201
+    assert killed >= 5
+    subprocess.run([sys.executable, "-c", EXPORT, str(target)], check=True, cwd=ROOT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".export.lock", "export"]
+
+
+def test_command(tmp_path):
+    """The command as a user gives it, and with wrong flags."""
+
+    def run(*flags):
+        return subprocess.run(
+            [sys.executable, "serialize_savedmodels.py", *flags],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+
+    target = tmp_path / "export"
+    result = run(f"--output_dir={target}", "--height=64", "--width=96", "--max_steps=3")
+    assert result.returncode == 0, result.stderr
+    assert "decoder: done in" in result.stdout and "agrees: saved_model" in result.stdout
+    assert "1 × 64×96 px, float32, up to 3 steps" in result.stdout
+    assert Manifest.read(target).latent_shape == (8, 12, 4)
+    for flags, message in (
+        ([f"--output_dir={target}"], "exists. Choose another --output_dir"),
+        (["--checkpoint=/nowhere"], "No such file or folder: /nowhere"),
+        (["--checkpoint=model.ckpt"], "is a pickle"),
+        ([f"--output_dir={tmp_path / 'x'}", "--height=65"], "multiple of 8. Received: 65"),
+        (["--precision=int4"], "value should be one of <float32|bfloat16|float16>"),
+        (["tiny"], "Unknown arguments: tiny"),
+    ):
+        result = run(*flags)
+        assert result.returncode != 0
+        assert message in result.stderr + result.stdout
+        assert "Traceback" not in result.stderr
+
+
+def test_every_step_count_of_every_sampler_is_in_the_graph(exported):
+    """The rows that the graph gathers are those that NumPy made."""
+    schedule = open_checkpoint(tiny_folder()).config.schedule
+    manifest = Manifest.read(exported)
+    for name, calls in manifest.calls.items():
+        assert calls == [steps(schedule, name, n).calls for n in range(1, 9)]
