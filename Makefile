@@ -4,7 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: test test-tensorflow test-jax lint format clean
+.PHONY: demo test test-tensorflow test-jax lint format clean
+
+DEMO_PROMPTS := "a lighthouse at dusk" "a red bicycle"
+
+# The embedded checkpoint: exported, verified, drawn, benchmarked with and without XLA.
+demo: $(VENV)/core.stamp
+	$(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4 --overwrite
+	$(BIN)/python -m sd_tf.generate $(DEMO_PROMPTS) --export_dir exports/tiny \
+	    --out out/pictures --num_steps 20 --seed 1 --count 2
+	$(BIN)/python benchmark.py --export_dir=exports/tiny --all --num_steps=20 --output=out/report
+	@echo "The pictures are in out/pictures, the report beside them in out."
 
 test: lint test-tensorflow test-jax
 

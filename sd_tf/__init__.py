@@ -5,12 +5,20 @@ import importlib
 # Public name → its module; imported on first use, so that `import sd_tf` costs nothing.
 _HOMES = {
     "ClipTokenizer": "sd_tf.tokenizer",
+    "Pipeline": "sd_tf.pipeline",
     "PipelineConfig": "sd_tf.config",
     "open_checkpoint": "sd_tf.weights",
     "save_folder": "sd_tf.weights",
 }
 
-__all__ = ["ClipTokenizer", "PipelineConfig", "__version__", "open_checkpoint", "save_folder"]
+__all__ = [
+    "ClipTokenizer",
+    "Pipeline",
+    "PipelineConfig",
+    "__version__",
+    "open_checkpoint",
+    "save_folder",
+]
 __version__ = "0.1.0"
 
 

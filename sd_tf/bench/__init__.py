@@ -30,7 +30,7 @@ ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
 TIMED_RUNS = "sd_tf.bench: the timed runs begin"  # a line of the log
-# TensorFlow says so for each cluster, when asked by this setting. It costs one line per compilation.
+# Asked like this, TensorFlow logs one line for each cluster that XLA compiles.
 LOG_COMPILATIONS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "device_compilation_profiler=1"}
 COMPILED = re.compile(
     r"device_compilation_profiler\.cc:\d+\] Compiled \S+ .*?compile time: (\d+) us"
@@ -260,16 +260,22 @@ def _geometry(manifest: Manifest | None, options: Options, engine: str) -> dict[
 def run(planned: Plan, progress: Callable[[str], None] = lambda text: None) -> dict:
     """All jobs in turn. A variant that fails is left out and says so; none left is an error."""
     variants, left_out = [], list(planned.left_out)
+    load_average = os.getloadavg()[0]  # of before, which tells of others at work
     for number, job in enumerate(planned.jobs, start=1):
         progress(f"[{number}/{len(planned.jobs)}] {job.name} …")
         try:
             variants.append(run_alone(job))
         except BenchError as error:
             left_out.append(LeftOut(job.name, str(error), failed=True))
-            progress(f"{job.name} failed: {error}")
+            progress(f"{job.name} failed")
     if not variants:
-        raise BenchError("Nothing could be measured.")
-    return {"variants": variants, "left_out": [dataclasses.asdict(item) for item in left_out]}
+        reasons = "\n".join(item.reason for item in left_out)
+        raise BenchError(f"Nothing could be measured. {reasons}".strip())
+    return {
+        "load_average": load_average,
+        "variants": variants,
+        "left_out": [dataclasses.asdict(item) for item in left_out],
+    }
 
 
 def run_alone(job: Job) -> dict:

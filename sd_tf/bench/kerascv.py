@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import keras
 import keras_cv
 from keras_cv.src.models.stable_diffusion.clip_tokenizer import SimpleTokenizer
 
@@ -25,6 +26,7 @@ def prepare(job: Job):
     if len(model.tokenizer.encode(job.prompt)) > MAX_PROMPT_LENGTH:
         raise BenchError(f"KerasCV takes a prompt of at most {MAX_PROMPT_LENGTH} tokens.")
     if job.random_weights:
+        keras.utils.set_random_seed(job.seed % 2**32)  # the same weights with and without XLA
         parts = keras_cv.models.stable_diffusion
         size = (job.height, job.width)
         model._text_encoder = parts.TextEncoder(MAX_PROMPT_LENGTH, download_weights=False)
@@ -73,7 +75,7 @@ class Stopwatch:
     """Notes when each call of a model began and ended; its result is NumPy's, hence finished."""
 
     def __init__(self, model, jit_compile: bool):
-        # Keras 3 compiles with XLA by itself unless told not to, even for KerasCV's jit_compile=False.
+        # Keras 3 uses XLA unless told not to, and KerasCV's jit_compile=False does not tell it.
         model.compile(jit_compile=jit_compile)
         self.calls: list[tuple[float, float]] = []
         predict = model.predict_on_batch

@@ -59,7 +59,6 @@ def hardware() -> dict:
         "cpu": first("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": int(first("/proc/meminfo", "MemTotal").split()[0]) * 1024,
-        "load_average": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
     }
 
@@ -97,6 +96,8 @@ def number(value: float | None) -> str:
     """Three or four digits."""
     if value is None:
         return "–"
+    if value == 0:
+        return "0"
     for limit, digits in ((0.01, 5), (0.1, 4), (1, 3), (10, 2), (100, 1)):
         if abs(value) < limit:
             return f"{value:.{digits}f}"
@@ -254,11 +255,10 @@ def percent(part: float, whole: float) -> str:
 
 def _headline(variants: list[dict]) -> str:
     fastest = min(variants, key=lambda v: v["warm"]["median"])
-    slowest = max(variants, key=lambda v: v["warm"]["median"])
     least = min(variants, key=lambda v: v["peak_memory_bytes"])
     soonest = min(variants, key=lambda v: v["first_image_seconds"])
-    ratio = slowest["warm"]["median"] / fastest["warm"]["median"]
-    against = f"{ratio:.2f} × as fast as {slowest['name']}" if len(variants) > 1 else "warm"
+    ratio = variants[0]["warm"]["median"] / fastest["warm"]["median"]
+    against = f"warm, {ratio:.2f} × as fast as {variants[0]['name']}" if ratio > 1 else "warm"
     cards = [
         (f"{number(fastest['warm']['median'])} s", fastest["name"], against),
         (f"{number(fastest['images_per_second'])}", "pictures per second", fastest["name"]),
@@ -370,7 +370,7 @@ def _setup(results: dict) -> str:
         "memory": f"{h['memory_bytes'] / 1e9:.1f} GB",
         "devices": ", ".join(h["devices"]),
         "system": h["system"],
-        "load before": f"{h['load_average']:.2f}",
+        "load before": f"{results['load_average']:.2f}",
         "order": " → ".join(v["name"] for v in results["variants"]),
     }
     flags = " ".join(
@@ -420,7 +420,9 @@ ul { list-style: none; }
   margin-top: 1.5rem; overflow: hidden; background: var(--line);
   border: 1px solid var(--line); border-radius: 12px;
 }
-.headline li { display: flex; flex-direction: column; padding: 1rem 1.2rem; background: var(--card); }
+.headline li {
+  display: flex; flex-direction: column; padding: 1rem 1.2rem; background: var(--card);
+}
 .headline b { font-size: 1.6rem; line-height: 1.25; letter-spacing: -.02em; }
 .headline small { color: var(--soft); font-size: .82rem; }
 .remarks {
@@ -428,10 +430,12 @@ ul { list-style: none; }
   border-radius: 12px; font-size: .9rem;
 }
 .remarks li + li { margin-top: .4rem; }
-.row { display: grid; grid-template-columns: 9.5rem 1fr; align-items: center; margin-top: .55rem; }
-.row dt { padding-right: .8rem; font-size: .92rem; }
+.row { display: grid; grid-template-columns: 10.5rem 1fr; align-items: center; margin-top: .55rem; }
+.row dt { font-size: .92rem; white-space: nowrap; }
 .row dd { display: flex; align-items: center; }
-.track { position: relative; flex: 1; height: 1.5rem; background: var(--track); border-radius: 5px; }
+.track {
+  position: relative; flex: 1; height: 1.5rem; background: var(--track); border-radius: 5px;
+}
 .bar { height: 100%; background: var(--main); border-radius: 5px; }
 .whisker {
   position: absolute; top: 50%; height: .8rem; min-width: 2px; transform: translateY(-50%);
@@ -444,7 +448,9 @@ ul { list-style: none; }
   flex: none; width: 5.2rem; text-align: right; font-variant-numeric: tabular-nums;
   font-size: .92rem;
 }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; color: var(--soft); }
+.legend {
+  display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .85rem; color: var(--soft);
+}
 .legend i {
   display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem; border-radius: 2px;
 }
@@ -453,22 +459,35 @@ ul { list-style: none; }
 .other { background: var(--e); } .import_seconds { background: var(--a); }
 .load_seconds { background: var(--d); } .first_call_seconds { background: var(--c); }
 .scroll { overflow-x: auto; }
-table { width: 100%; border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .34rem 0 .34rem 1.1rem; text-align: right; white-space: nowrap; font-weight: 400; }
-th:first-child { padding-left: 0; text-align: left; }
-thead th { border-bottom: 1px solid var(--ink); font-weight: 600; vertical-align: bottom; }
+table {
+  width: 100%; border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums;
+}
+th, td {
+  padding: .34rem 0 .34rem 1.1rem; text-align: right; white-space: nowrap; font-weight: 400;
+}
+th:first-child {
+  position: sticky; left: 0; padding-left: 0; text-align: left; background: var(--card);
+}
+thead th {
+  border-bottom: 1px solid var(--ink); font-weight: 600; vertical-align: bottom;
+  white-space: normal;
+}
 tbody tr.depth0 > * { border-top: 1px solid var(--line); }
 tbody tr:first-child > * { border-top: 0; }
 .depth0 th { font-weight: 600; }
 .depth1 th, .depth2 th, .depth1 td, .depth2 td { color: var(--soft); }
 .depth1 th:first-child { padding-left: 1.1rem; } .depth2 th:first-child { padding-left: 2.2rem; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1.1rem; }
+.gallery {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1.1rem;
+}
 .strip { display: flex; flex-wrap: wrap; gap: .4rem; }
 .strip img { flex: 1 1 6rem; min-width: 0; max-width: 100%; height: auto; border-radius: 6px; }
 figcaption { margin-top: .35rem; font-size: .88rem; color: var(--soft); }
 blockquote { margin: .2rem 0 1rem; padding-left: .9rem; border-left: 3px solid var(--main); }
 blockquote small { display: block; color: var(--soft); }
-.setup div { display: grid; grid-template-columns: 9.5rem 1fr; padding: .22rem 0; font-size: .9rem; }
+.setup div {
+  display: grid; grid-template-columns: 9.5rem 1fr; padding: .22rem 0; font-size: .9rem;
+}
 .setup dt { color: var(--soft); }
 .setup dd { min-width: 0; overflow-wrap: anywhere; }
 @media (max-width: 36rem) {

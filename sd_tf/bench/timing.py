@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from sd_tf.bench import JOB, RESULT, TIMED_RUNS, BenchError, Job  # noqa: E402
+from sd_tf.manifest import ExportError  # noqa: E402
 
 ENOUGH_FOR_P95 = 20
 
@@ -28,7 +29,7 @@ def main(folder: Path) -> None:
     job = Job(**json.loads((folder / JOB).read_text(encoding="utf-8")))
     try:
         result = measure(job, folder)
-    except ValueError as error:  # what the user can mend; anything else ends with a traceback
+    except (BenchError, ExportError) as error:  # the user's; others end with a traceback
         result = {"error": str(error)}
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
@@ -143,10 +144,9 @@ def peak_memory() -> int:
 def peak_device_memory() -> int | None:
     import tensorflow as tf
 
-    gpus = tf.config.list_logical_devices("GPU")
-    if not gpus:
-        return None
-    return sum(tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus)
+    count = len(tf.config.list_logical_devices("GPU"))
+    info = [tf.config.experimental.get_memory_info(f"GPU:{i}") for i in range(count)]
+    return sum(device["peak"] for device in info) if info else None
 
 
 def devices() -> list[str]:

@@ -1,0 +1,326 @@
+"""The benchmark, on real small runs: figures, report, page, and the messages of wrong flags."""
+
+import copy
+import dataclasses
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sd_tf import bench
+from sd_tf.bench import BenchError, Options, report, timing
+from sd_tf.checkpoints import tiny_folder
+from sd_tf.export import Options as ExportOptions
+from sd_tf.export import export
+from sd_tf.manifest import Manifest
+from sd_tf.weights import open_checkpoint
+
+ROOT = Path(__file__).parent.parent
+PROMPT = 'a <b>red</b> bicycle & "a hat"'
+
+
+def run_script(*flags):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmark.py"), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "tiny"
+    options = ExportOptions(batch_size=2, height=64, width=64, max_steps=5, verify="off")
+    export(open_checkpoint(tiny_folder()), folder, options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def measured(tiny_export, tmp_path_factory):
+    """The script's text, its JSON and its page, of all variants."""
+    folder = tmp_path_factory.mktemp("bench_output")
+    result = run_script(
+        f"--export_dir={tiny_export}",
+        "--all",
+        "--num_steps=3",
+        "--repeat=2",
+        "--seed=7",
+        f"--prompt={PROMPT}",
+        f"--output={folder}/",
+    )
+    assert result.returncode == 0, result.stderr
+    content = json.loads((folder / "benchmark.json").read_text(encoding="utf-8"))
+    return result.stdout, content, (folder / "benchmark.html").read_text(encoding="utf-8")
+
+
+# Figures
+
+
+@pytest.mark.parametrize("count", [1, 2, 19, 20, 21, 101])
+def test_summary_against_numpy(count):
+    values = np.random.default_rng(count).uniform(0.1, 2.0, count).tolist()
+    figures = timing.summary(values)
+    assert figures["values"] == values
+    assert (figures["min"], figures["max"]) == (np.min(values), np.max(values))
+    np.testing.assert_allclose(figures["median"], np.median(values), rtol=1e-12)
+    if count < 20:
+        assert figures["p95"] is None
+    else:
+        np.testing.assert_allclose(figures["p95"], np.percentile(values, 95), rtol=1e-12)
+
+
+def test_peak_memory():
+    code = (
+        "from sd_tf.bench.timing import peak_memory\n"
+        "before = peak_memory(); block = b'x' * 2 * 10**8; del block\n"
+        "print(peak_memory() - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert 1.8e8 < int(result.stdout) < 2.2e8
+
+
+def test_compilations():
+    line = (
+        "I0000 device_compilation_profiler.cc:113] Compiled __inference_segment_29695 1 times, "
+        "compile time: {} us, cumulative: 99 us (10 s / 10.2 s)\n"
+    )
+    log = line.format(1_500_000) + line.format(500_000) + bench.TIMED_RUNS + "\n"
+    expected = {"first_call": 2, "first_call_seconds": 2.0, "timed_runs": 0}
+    assert bench.compilations(log, expected=True) == expected
+    assert bench.compilations(log + line.format(5), expected=True)["timed_runs"] == 1
+    assert bench.compilations(bench.TIMED_RUNS, expected=True) is None
+    assert bench.compilations(bench.TIMED_RUNS, expected=False)["first_call"] == 0
+
+
+def test_measured(measured):
+    text, content, _ = measured
+    plain, compiled = content["variants"]
+    assert [v["name"] for v in content["variants"]] == ["SavedModels", "SavedModels + XLA"]
+    assert plain["compilations"] == {"first_call": 0, "first_call_seconds": 0, "timed_runs": 0}
+    assert compiled["compilations"]["first_call"] >= 2  # the loop and the decoder
+    assert compiled["compilations"]["timed_runs"] == 0
+    for v in content["variants"]:
+        values = v["warm"]["values"]
+        assert len(values) == 2
+        np.testing.assert_allclose(v["images_per_second"], 2 / np.median(values))
+        stages = sum(np.array(stage["values"]) for stage in v["stages"].values())
+        assert (stages <= values).all()
+        assert stages.sum() > 0.9 * sum(values)
+        calls = np.array(v["stages"]["diffusion_model"]["values"]) / v["model_calls"]
+        np.testing.assert_allclose(v["per_model_call"]["values"], calls)
+        startup = v["import_seconds"] + v["load_seconds"] + v["first_call_seconds"]
+        assert startup <= v["first_image_seconds"] < startup + 5
+        assert v["first_call_seconds"] > v["compilations"]["first_call_seconds"]
+        assert 2e8 < v["peak_memory_bytes"] < 2e10
+        assert v["same_pictures_in_all_runs"]
+        assert "pictures" not in v
+    [left_out] = content["left_out"]
+    assert left_out["name"] == "KerasCV" and "860 M parameters" in left_out["reason"]
+    assert content["flags"]["prompt"] == PROMPT
+    assert content["versions"]["keras-cv"] == "0.9.0"
+    assert content["hardware"]["cores"] >= 1 and "CPU" in content["hardware"]["devices"]
+    assert re.search(r"warm run, median +\d", text)
+    assert "KerasCV: left out. KerasCV's UNet has 860 M parameters" in text
+
+
+def test_a_variant_is_its_own_process(tiny_export):
+    """What fails takes nothing else along, and says why."""
+    planned = bench.plan(Options(export_dir=str(tiny_export), num_steps=2, repeat=1))
+    [good] = planned.jobs
+    bad = dataclasses.replace(good, scheduler="none such")
+    results = bench.run(dataclasses.replace(planned, jobs=[bad, good]))
+    assert [v["name"] for v in results["variants"]] == ["SavedModels"]
+    assert len(results["variants"][0]["pictures"]) == 2
+    [failed] = results["left_out"]
+    assert failed["failed"] and "Received: 'none such'" in failed["reason"]
+    with pytest.raises(BenchError, match="Nothing could be measured"):
+        bench.run(dataclasses.replace(planned, jobs=[]))
+
+
+# The plan
+
+
+@pytest.fixture
+def full_size_manifest(tiny_export):
+    """As if the tiny export had the UNet of SD 1.4."""
+    manifest = Manifest.read(tiny_export)
+    files = {"diffusion_model/1/variables/variables.data-00000-of-00001": {"size": 3_438_167_540}}
+    unet = dataclasses.replace(manifest.components["diffusion_model"], files=files)
+    components = {**manifest.components, "diffusion_model": unet}
+    return dataclasses.replace(manifest, components=components, height=512, width=512)
+
+
+def plan_with(manifest, tmp_path, **options):
+    manifest.write(tmp_path)
+    return bench.plan(Options(export_dir=str(tmp_path), num_steps=5, **options))
+
+
+def test_plan_of_all(full_size_manifest, tmp_path):
+    planned = plan_with(full_size_manifest, tmp_path, all=True)
+    names = ["KerasCV", "KerasCV + XLA", "SavedModels", "SavedModels + XLA"]
+    assert [job.name for job in planned.jobs] == names
+    assert {(j.scheduler, j.model_calls, j.height) for j in planned.jobs} == {("kerascv", 5, 512)}
+    assert not planned.left_out
+    euler = plan_with(full_size_manifest, tmp_path, all=True, scheduler="euler")
+    assert len(euler.jobs) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({"family": "sd2"}, {}, "This export is sd2"),
+        ({"latent_inputs": "mask_and_image"}, {}, "text to image"),
+        ({"guidance": "none"}, {}, "KerasCV always guides"),
+        ({"height": 320}, {}, "multiples of 128. This export's is 320×512"),
+        ({"precision": "bfloat16"}, {}, "this export's has about 1719.1 M"),
+        ({}, {"scheduler": "pndm"}, "calls its model 5 times for 5 steps, pndm 6 times"),
+    ],
+)
+def test_not_the_same_work(full_size_manifest, tmp_path, change, options, reason):
+    manifest = dataclasses.replace(full_size_manifest, **change)
+    planned = plan_with(manifest, tmp_path, all=True, **options)
+    assert [job.engine for job in planned.jobs] == ["saved_models"] * 2
+    assert {job.scheduler for job in planned.jobs} == {"pndm"}
+    [left_out] = planned.left_out
+    assert reason in left_out.reason and not left_out.failed
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--export_dir is needed, unless --kerascv is measured alone"),
+        (["--export_dir=/no/such"], "/no/such is not an export: it has no pipeline.json"),
+        (["--export_dir={}", "--num_steps=6"], "--num_steps is 1 to 5, .* Received: 6"),
+        (["--export_dir={}", "--num_steps=0"], "--num_steps is 1 to 5, .* Received: 0"),
+        (["--export_dir={}", "--num_steps=2", "--scheduler=x"], "is one of ddim.* Received: 'x'"),
+        (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),
+        (["--export_dir={}", "--guidance_scale=nan"], "is a finite number. Received: nan"),
+        (["--export_dir={}", "--seed=2147483648"], "of 32 bits. Received: 2147483648"),
+        (["--export_dir={}", "--num_steps=2", "--height=64"], "Received: --height=64"),
+        (["--export_dir={}", "--random_weights"], "--random_weights are KerasCV's"),
+        (["--all", "--kerascv"], "--all includes KerasCV"),
+        (["--all", "--jit_compile"], "--all measures with and without XLA"),
+        (["--kerascv", "--scheduler=euler"], "has one method, .* Received: 'euler'"),
+        (["--kerascv", "--num_steps=1001"], "is 1 to 1000 for KerasCV. Received: 1001"),
+        (["--kerascv", "--height=100"], "positive multiple of 128. Received: 100"),
+        (["--kerascv", "--batch_size=0"], "--batch_size is at least 1. Received: 0"),
+        (["surplus"], "Unknown arguments: surplus"),
+    ],
+)
+def test_wrong_flags(tiny_export, flags, message):
+    result = run_script(*(flag.format(tiny_export) for flag in flags))
+    assert result.returncode == 1
+    output = result.stderr + result.stdout
+    assert re.search(message, output), output
+    assert "Traceback" not in output
+
+
+# The report
+
+
+class Balanced(html.parser.HTMLParser):
+    """Every tag is closed where it has to be."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.images = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_page(measured):
+    _, content, page = measured
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    text = "".join(parser.text)
+    assert PROMPT in text and "seeds 7 to 8" in text
+    assert "<script" not in page and "http://" not in page and "https://" not in page
+    assert "url(" not in page and "@import" not in page and "$" not in page
+    assert len(parser.images) == 4
+    for image in parser.images:
+        assert image["src"].startswith("data:image/png;base64,iVBORw0KGgo")
+    for v in content["variants"]:
+        assert report.number(v["warm"]["median"]) in text
+
+
+def test_remarks(measured):
+    _, content, _ = measured
+    content = copy.deepcopy(content)
+    assert len(report.remarks(content)) == 1
+    plain, compiled = content["variants"]
+    plain["precision"] = "bfloat16"
+    plain["same_pictures_in_all_runs"] = False
+    compiled["compilations"]["timed_runs"] = 1
+    text = report.table(content)
+    assert "in different precisions: SavedModels bfloat16, SavedModels + XLA float32." in text
+    assert "SavedModels: the runs did not all make the same pictures." in text
+    assert "SavedModels + XLA: the timed runs compiled, so they were not warm." in text
+    compiled["compilations"] = None
+    assert "TensorFlow did not tell what it compiled" in report.table(content)
+
+
+def test_output_paths(tmp_path):
+    for output in (f"{tmp_path}", f"{tmp_path}/", f"{tmp_path}/benchmark.html"):
+        paths = tmp_path / "benchmark.json", tmp_path / "benchmark.html"
+        assert report.output_paths(output) == paths
+    paths = tmp_path / "new" / "run1.5.json", tmp_path / "new" / "run1.5.html"
+    assert report.output_paths(f"{tmp_path}/new/run1.5") == paths
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (None, "–"), (0.00123, "0.00123"), (0.5, "0.500"), (12.34, "12.3"), (123.4, "123")],
+)
+def test_number(value, text):
+    assert report.number(value) == text
+
+
+# KerasCV
+
+
+@pytest.mark.full_size
+def test_kerascv_with_random_weights(tmp_path):
+    result = run_script(
+        "--kerascv",
+        "--random_weights",
+        "--height=128",
+        "--width=128",
+        "--batch_size=2",
+        "--num_steps=1",
+        "--repeat=1",
+        f"--output={tmp_path}/kerascv",
+    )
+    assert result.returncode == 0, result.stderr
+    [variant] = json.loads((tmp_path / "kerascv.json").read_text(encoding="utf-8"))["variants"]
+    assert variant["name"] == "KerasCV"
+    # Keras 3 would have compiled, had it not been told otherwise.
+    assert variant["compilations"] == {"first_call": 0, "first_call_seconds": 0, "timed_runs": 0}
+    assert list(variant["stages"]) == ["text_encoder", "diffusion_model", "decoder"]
+    stages = sum(figures["median"] for figures in variant["stages"].values())
+    np.testing.assert_allclose(stages, variant["warm"]["median"], rtol=0.02)
+    assert variant["peak_memory_bytes"] > 3.4e9  # the UNet alone
+    assert (tmp_path / "kerascv.html").read_text(encoding="utf-8").count("data:image/png") == 2

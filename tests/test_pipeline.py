@@ -1,0 +1,277 @@
+"""The runtime: what a call gives, and every way in which it can be wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+
+from sd_tf.config import ConfigError
+from sd_tf.generate import contact_sheet, main, read_parameters
+from sd_tf.manifest import ExportError
+from sd_tf.pipeline import Pipeline
+from tests.exports import tiny_export
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return tiny_export(tmp_path_factory.mktemp("pipeline") / "tiny", batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def pipe(exported):
+    return Pipeline.load(exported, jit_compile=False)
+
+
+def test_result(pipe):
+    result = pipe(["a", "b", "c"], num_steps=3, seed=5)
+    assert result.images.shape == (3, 64, 64, 3) and result.images.dtype == np.uint8
+    assert result.seeds == [5, 6, 7]
+    assert [picture.size for picture in result.pil()] == [(64, 64)] * 3
+    stages = {"text_encoder", "diffusion_model", "decoder", "total"}
+    assert result.timings.keys() == stages
+    parts = sum(seconds for name, seconds in result.timings.items() if name != "total")
+    assert 0.9 * result.timings["total"] < parts <= result.timings["total"]
+
+
+def test_chunks_padding_and_places_do_not_matter(pipe):
+    together = pipe(["a", "b", "c", "a"], num_steps=3, seed=[1, 2, 3, 1])
+    assert np.abs(together.images[0].astype(int) - together.images[3]).max() <= 1
+    for index, (prompt, seed) in enumerate((("a", 1), ("b", 2), ("c", 3))):
+        alone = pipe(prompt, num_steps=3, seed=seed).images[0].astype(int)
+        assert np.abs(alone - together.images[index]).max() <= 1
+
+
+def test_random_seeds_repeat(pipe):
+    first = pipe("a", num_steps=2)
+    again = pipe("a", num_steps=2, seed=first.seeds)
+    np.testing.assert_array_equal(first.images, again.images)
+    assert pipe("a", num_steps=2).seeds != first.seeds
+
+
+def test_zero_is_a_value(pipe):
+    """Guidance 0 shows the negative prompt alone, seed 0 is a seed."""
+    ours = [pipe(p, "x", num_steps=2, guidance_scale=0.0, seed=0).images for p in ("a", "b")]
+    assert np.abs(ours[0].astype(int) - ours[1]).max() <= 1
+    assert pipe("a", num_steps=2, seed=0).seeds == [0]
+
+
+def test_callback_sees_every_call_and_can_stop(pipe):
+    seen = []
+    whole = pipe("a", num_steps=4, seed=1, callback=lambda *state: seen.append(state))
+    assert [state[:2] for state in seen] == [(n, 5) for n in range(1, 6)]  # pndm: one call more
+    np.testing.assert_array_equal(pipe.decode(seen[-1][2])[0], whole.images[0])
+    np.testing.assert_array_equal(whole.images, pipe("a", num_steps=4, seed=1).images)
+    seen.clear()
+
+    def stop(done, calls, latents):
+        seen.append(latents)
+        return done < 2
+
+    stopped = pipe("a", num_steps=4, seed=1, callback=stop)
+    assert len(seen) == 2
+    np.testing.assert_array_equal(stopped.images[0], pipe.decode(seen[-1])[0])
+
+
+def test_noise_in_place_of_seeds(pipe):
+    noise = np.random.default_rng(0).standard_normal((1, 8, 8, 4))
+    images = [pipe("a", num_steps=2, noise=noise, seed=seed).images for seed in (1, 2)]
+    np.testing.assert_array_equal(*images)
+
+
+def test_image_to_image(pipe):
+    picture = pipe("a", num_steps=4, seed=1).pil()[0]
+    for strength, calls in ((0.25, 2), (0.5, 4), (1.0, 8)):
+        seen = []
+        result = pipe(
+            "b",
+            num_steps=8,
+            seed=2,
+            image=picture,
+            strength=strength,
+            scheduler="euler",
+            callback=lambda done, all_calls, _, seen=seen: seen.append((done, all_calls)),
+        )
+        assert seen == [(n + 1, calls) for n in range(calls)]
+        assert "image_encoder" in result.timings
+    larger = picture.resize((128, 128))
+    assert pipe("b", num_steps=2, seed=1, image=larger).images.shape == (1, 64, 64, 3)
+
+
+def test_several_devices(exported):
+    """One replica each, work divided: the pictures are those of one device."""
+    code = """
+import sys, numpy as np, tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+from sd_tf.pipeline import Pipeline
+prompts = list("abcdefg")
+one = Pipeline.load(sys.argv[1])(prompts, num_steps=3, seed=1).images
+pipe = Pipeline.load(sys.argv[1], devices=["CPU:0", "CPU:1"])
+used = [replica.device for replica in pipe._replicas]
+placed = {r._loaded["decoder"]._model_variables[0].device for r in pipe._replicas}
+two = pipe(prompts, num_steps=3, seed=1).images
+print(used, len(placed), np.abs(one.astype(int) - two).max() <= 1)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(exported)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    assert "CPU:0" in result.stdout and "CPU:1" in result.stdout
+    assert result.stdout.split()[-2:] == ["2", "True"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"prompt": []}, r"At least one prompt is needed"),
+        ({"num_steps": 0}, r"num_steps is a whole number from 1 to 8, .*Received: 0"),
+        ({"num_steps": 9}, r"from 1 to 8, the export's max_steps. Received: 9"),
+        ({"num_steps": 2.5}, r"Received: 2.5"),
+        ({"guidance_scale": float("nan")}, r"guidance_scale is a finite number. Received: nan"),
+        ({"guidance_scale": float("inf")}, r"guidance_scale is a finite number. Received: inf"),
+        ({"scheduler": "heun"}, r"The scheduler is one of ddim, .*Received: 'heun'"),
+        ({"seed": [1, 2]}, r"One seed, or one for each of 1 prompts. Received: 2"),
+        ({"seed": 2**31}, r"whole number of 32 bits. Received: 2147483648"),
+        ({"seed": [0.5]}, r"whole number of 32 bits. Received: 0.5"),
+        ({"negative_prompt": ["a", "b"]}, r"one for each of 1 prompts. Received: 2"),
+        ({"noise": np.zeros((2, 8, 8, 4))}, r"shape \(1, 8, 8, 4\). Received: \(2, 8, 8, 4\)"),
+        ({"image": np.zeros((8, 8, 3), "uint8")}, r"uint8 \(64, 64, 3\). Received: uint8 \(8, 8"),
+        ({"image": np.zeros((64, 64, 3))}, r"Received: float64 \(64, 64, 3\)"),
+        ({"mask": np.zeros((64, 64), "uint8")}, r"made for inpainting takes a mask; this .* sd1"),
+        ({"target_size": (64, 64)}, r"Only SDXL is conditioned on sizes and crops"),
+    ],
+)
+def test_wrong_calls(pipe, call, message):
+    with pytest.raises(ValueError, match=message):
+        pipe(**{"prompt": "a", "num_steps": 2, **call})
+
+
+def test_wrong_strength(pipe):
+    picture = np.zeros((64, 64, 3), "uint8")
+    for strength, message in (
+        (0.0, r"strength must be above 0 and at most 1. Received: 0.0"),
+        (1.5, r"Received: 1.5"),
+        (0.2, r"nothing is left to denoise. Received: num_steps=2, strength=0.2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pipe("a", num_steps=2, image=picture, strength=strength)
+
+
+def test_wrong_devices(exported):
+    for devices, message in (
+        (["GPU:0"], r"A device is one of /device:CPU:0. Received: 'GPU:0'"),
+        ([], r"At least one device is needed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pipeline.load(exported, devices=devices)
+
+
+def test_missing_components(tmp_path):
+    folder = tiny_export(tmp_path / "export")
+    path = folder / "pipeline.json"
+    manifest = json.loads(path.read_text())
+    for name, message in (
+        ("image_encoder", r"no image_encoder, which an image needs. .*components=image_encoder"),
+        ("decoder", r"holds no decoder, which a pipeline needs"),
+    ):
+        components = {k: v for k, v in manifest["components"].items() if k != name}
+        path.write_text(json.dumps({**manifest, "components": components}))
+        with pytest.raises(ExportError, match=message):
+            Pipeline.load(folder)("a", num_steps=2, image=np.zeros((64, 64, 3), "uint8"))
+
+
+# The command
+
+
+def test_generate_and_repeat(exported, tmp_path, capsys):
+    export = ["--export_dir", str(exported), "--nojit_compile"]
+    flags = ["--num_steps", "3", "--seed", "7", "--scheduler", "euler", "--guidance_scale", "0"]
+    assert main(["a cat", "a dog", *export, *flags, "--out", str(tmp_path / "one")]) == 0
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == ["7.png", "8.png", "contact_sheet.png"]
+    parameters, needed = read_parameters(str(tmp_path / "one/8.png"))
+    assert needed == []
+    assert parameters == {
+        "prompt": "a dog",
+        "num_steps": 3,
+        "guidance_scale": 0.0,
+        "seed": 8,
+        "scheduler": "euler",
+    }
+    again = ["--from_png", str(tmp_path / "one/8.png"), "--out", str(tmp_path / "two")]
+    assert main([*again, *export]) == 0
+    pictures = [np.asarray(Image.open(tmp_path / folder / "8.png")) for folder in ("one", "two")]
+    assert np.abs(pictures[0].astype(int) - pictures[1]).max() <= 1
+    assert main([*again, *export, "--seed", "9"]) == 0
+    assert (tmp_path / "two/9.png").is_file()
+    assert main([*again, *export]) == 0
+    assert (tmp_path / "two/8-1.png").is_file(), "nothing is overwritten"
+
+    image = ["--image", str(tmp_path / "one/7.png"), "--out", str(tmp_path / "three")]
+    assert main(["a fox", *export, *image, "--num_steps", "4", "--seed", "1"]) == 0
+    capsys.readouterr()
+    assert main(["--from_png", str(tmp_path / "three/1.png"), *export]) == 1
+    assert "was made with image; to repeat it, give --image again" in capsys.readouterr().err
+
+
+def test_generate_with_wrong_flags(exported, tmp_path, capsys):
+    Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
+    (tmp_path / "text.png").write_text("no picture")
+    for flags, message in (
+        (["a", "--export_dir", "/nowhere"], "/nowhere is not an export"),
+        (["a", "--export_dir", str(exported), "--num_steps", "99"], "from 1 to 8"),
+        (["--from_png", str(tmp_path / "plain.png"), "--export_dir", "x"], "holds no parameters"),
+        (["--from_png", str(tmp_path / "text.png"), "--export_dir", "x"], "is not a picture"),
+        (["--from_png", "/nowhere.png", "--export_dir", "x"], "No such file"),
+    ):
+        assert main(flags) == 1
+        assert message in capsys.readouterr().err
+    for flags, message in (
+        (["--export_dir", "x"], "give a prompt, or --from_png"),
+        (["a", "--export_dir", "x", "--count", "0"], "--count is at least 1. Received: 0"),
+    ):
+        with pytest.raises(SystemExit):
+            main(flags)
+        assert message in capsys.readouterr().err
+
+
+def test_contact_sheet():
+    images = np.zeros((3, 4, 6, 3), "uint8")
+    images[2] = 200
+    sheet = np.asarray(contact_sheet(images))
+    assert sheet.shape == (2 * 4 + 3 * 8, 2 * 6 + 3 * 8, 3)
+    assert (sheet[20:24, 8:14] == 200).all() and (sheet[20:24, 22:28] == 255).all()
+
+
+def test_openvino_computes_the_same(exported):
+    """The plain signatures are ordinary graphs that another runtime reads."""
+    import openvino as ov
+
+    rng = np.random.default_rng(0)
+    for component, inputs in (
+        ("decoder", {"latent": rng.standard_normal((2, 8, 8, 4)).astype("float32")}),
+        ("text_encoder", {"tokens": rng.integers(0, 49406, (2, 77)).astype("int32")}),
+    ):
+        loaded = tf.saved_model.load(str(exported / component / "1"))
+        name = "plain_serving_default" if component == "decoder" else "serving_default"
+        signature = loaded.signatures[name]
+        precise = {"INFERENCE_PRECISION_HINT": "f32"}  # else bfloat16 where the CPU has it
+        model = ov.compile_model(ov.convert_model(signature), "CPU", precise)
+        theirs = model(list(inputs.values()))
+        ours = signature(**{key: tf.constant(value) for key, value in inputs.items()})
+        outputs = theirs.to_tuple()
+        assert len(outputs) == len(ours)
+        for expected in ours.values():  # OpenVINO has names of its own for them
+            expected = expected.numpy()
+            errors = [
+                np.abs(o.astype("float64") - expected.astype("float64")).max() for o in outputs
+            ]
+            tolerance = 1 if expected.dtype == np.uint8 else 1e-4 * np.abs(expected).max()
+            assert min(errors) <= tolerance, name
