@@ -54,6 +54,25 @@ class Manifest:
         """In the order of the `scheduler` input."""
         return list(self.calls)
 
+    def model_calls(self, scheduler: str, num_steps: int) -> int:
+        """How many model calls a run takes; wrong schedulers and step counts are refused here."""
+        if scheduler not in self.calls:
+            raise ValueError(
+                f"The scheduler is one of {', '.join(self.samplers)}. Received: {scheduler!r}"
+            )
+        calls = self.calls[scheduler]
+        if num_steps not in range(1, self.max_steps + 1):
+            raise ValueError(
+                f"num_steps is a whole number from 1 to {self.max_steps}, the export's max_steps. "
+                f"Received: {num_steps!r}"
+            )
+        if not calls[num_steps - 1]:
+            most = max(n + 1 for n, count in enumerate(calls) if count)
+            raise ValueError(
+                f"The scheduler {scheduler} takes at most {most} steps. Received: {num_steps}"
+            )
+        return calls[num_steps - 1]
+
     def write(self, folder: Path) -> None:
         content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
         (folder / FILE_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -168,27 +168,18 @@ class Pipeline:
 
     def warm_up(self) -> dict[str, float]:
         """Compile everything that a call needs; seconds per stage."""
-        image = mask = None
-        if self.manifest.latent_inputs != "none":
-            image = np.zeros((self.manifest.height, self.manifest.width, 3), "uint8")
-            mask = image[..., 0]
-        count = self.manifest.batch_size * len(self._replicas)
-        steps = next(n + 1 for n, calls in enumerate(self._calls(None)) if calls)
-        return self([""] * count, num_steps=steps, seed=0, image=image, mask=mask).timings
+        size = (self.manifest.height, self.manifest.width)
+        pictures = {}
+        if self.manifest.latent_inputs == "mask_and_image":
+            pictures = {"image": np.zeros((*size, 3), "uint8"), "mask": np.zeros(size, "uint8")}
+        prompts = [""] * (self.manifest.batch_size * len(self._replicas))
+        return self(prompts, num_steps=1, seed=0, **pictures).timings
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Latents (B, h, w, 4), as a callback gets them → uint8 pictures: a preview."""
         return self._replicas[0].decode(latents)
 
     # What a call asks for
-
-    def _calls(self, scheduler: str | None) -> list[int]:
-        name = self.manifest.default_sampler if scheduler is None else scheduler
-        if name not in self.manifest.calls:
-            raise ValueError(
-                f"The scheduler is one of {', '.join(self.manifest.samplers)}. Received: {name!r}"
-            )
-        return self.manifest.calls[name]
 
     def _check(
         self, prompt, negative_prompt, num_steps, guidance_scale, seed, scheduler, noise
@@ -205,18 +196,8 @@ class Pipeline:
                     f"One negative prompt for all or one for each of {count} prompts. "
                     f"Received: {len(negatives)}"
                 )
-        calls = self._calls(scheduler)
-        if num_steps not in range(1, self.manifest.max_steps + 1):
-            raise ValueError(
-                f"num_steps is a whole number from 1 to {self.manifest.max_steps}, the export's "
-                f"max_steps. Received: {num_steps!r}"
-            )
         name = self.manifest.default_sampler if scheduler is None else scheduler
-        if not calls[num_steps - 1]:
-            most = max(n + 1 for n, c in enumerate(calls) if c)
-            raise ValueError(
-                f"The scheduler {name} takes at most {most} steps. Received: {num_steps}"
-            )
+        calls = self.manifest.model_calls(name, num_steps)
         if not np.isfinite(guidance_scale):
             raise ValueError(f"guidance_scale is a finite number. Received: {guidance_scale}")
         if noise is not None:
@@ -231,7 +212,7 @@ class Pipeline:
             num_steps=int(num_steps),
             guidance_scale=float(guidance_scale),
             sampler=self.manifest.samplers.index(name),
-            calls=calls[num_steps - 1],
+            calls=calls,
             start=0,
             noise=noise,
         )

@@ -200,8 +200,14 @@ def test_not_the_same_work(full_size_manifest, tmp_path, change, options, reason
     [
         ([], "--export_dir is needed, unless --kerascv is measured alone"),
         (["--export_dir=/no/such"], "/no/such is not an export: it has no pipeline.json"),
-        (["--export_dir={}", "--num_steps=6"], "--num_steps is 1 to 5, .* Received: 6"),
-        (["--export_dir={}", "--num_steps=0"], "--num_steps is 1 to 5, .* Received: 0"),
+        (
+            ["--export_dir={}", "--num_steps=6"],
+            "num_steps is a whole number from 1 to 5, .* Received: 6",
+        ),
+        (
+            ["--export_dir={}", "--num_steps=0"],
+            "num_steps is a whole number from 1 to 5, .* Received: 0",
+        ),
         (["--export_dir={}", "--num_steps=2", "--scheduler=x"], "is one of ddim.* Received: 'x'"),
         (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),
         (["--export_dir={}", "--guidance_scale=nan"], "is a finite number. Received: nan"),

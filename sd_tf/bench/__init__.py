@@ -213,22 +213,10 @@ def _check(options: Options) -> None:
 
 
 def _model_calls(manifest: Manifest, scheduler: str, num_steps: int) -> int:
-    if scheduler not in manifest.calls:
-        raise BenchError(
-            f"--scheduler is one of {', '.join(manifest.samplers)}. Received: {scheduler!r}"
-        )
-    if not 1 <= num_steps <= manifest.max_steps:
-        raise BenchError(
-            f"--num_steps is 1 to {manifest.max_steps}, the export's max_steps. "
-            f"Received: {num_steps}"
-        )
-    calls = manifest.calls[scheduler][num_steps - 1]
-    if not calls:
-        most = max(n + 1 for n, c in enumerate(manifest.calls[scheduler]) if c)
-        raise BenchError(
-            f"The scheduler {scheduler} takes at most {most} steps. Received: {num_steps}"
-        )
-    return calls
+    try:
+        return manifest.model_calls(scheduler, num_steps)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
 
 
 def _geometry(manifest: Manifest | None, options: Options, engine: str) -> dict[str, int]:
