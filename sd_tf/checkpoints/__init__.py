@@ -1,4 +1,4 @@
-"""The checkpoint that needs no download: tiny, SD1's architecture, seeded random weights."""
+"""Checkpoints that need no download: seeded random weights in any architecture, and a tiny one."""
 
 import os
 import zlib
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sd_tf.config import FAMILIES, PipelineConfig
-from sd_tf.models import MODEL_CLASSES
+from sd_tf.models import MODEL_CLASSES, deferred_variables
 from sd_tf.tokenizer import ClipTokenizer
 from sd_tf.weights import layout, save_folder
 
@@ -41,7 +41,7 @@ def tiny_folder() -> Path:
     folder = cache / f"{NAME}-{VERSION}"
     if not folder.is_dir():
         making = folder.with_name(f"{folder.name}.{os.getpid()}")
-        make_tiny(making)
+        make_random(CONFIG, making)
         try:
             making.rename(folder)
         except OSError:  # another process was faster; its result is the same
@@ -50,14 +50,19 @@ def tiny_folder() -> Path:
     return folder
 
 
-def make_tiny(folder: Path) -> None:
+def make_random(config: PipelineConfig, folder: Path, dtype: str = "float32") -> None:
+    """A diffusers folder of this architecture; the weights depend on their names alone."""
     models = {}
-    for name, config in CONFIG.components.items():
-        models[name] = MODEL_CLASSES[type(config)](config)
+    for name, part in config.components.items():
+        with deferred_variables():
+            models[name] = MODEL_CLASSES[type(part)](part, dtype=dtype)
         for path, slot in layout.slots(models[name]).items():
             seed = zlib.crc32(f"{name}.{path}".encode())
             slot.fill(lambda slot=slot, path=path, seed=seed: _random(path, slot.shape, seed))
-    save_folder(folder, CONFIG, models, {"text_encoder": ClipTokenizer.clip()})
+    tokenizers = {
+        name: ClipTokenizer.clip(part.pad_token_id) for name, part in config.text_encoders.items()
+    }
+    save_folder(folder, config, models, tokenizers)
 
 
 def _random(path: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
