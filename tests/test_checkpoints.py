@@ -9,7 +9,6 @@ from sd_tf.checkpoints import CONFIG
 from sd_tf.checkpoints.__main__ import main
 from sd_tf.weights import open_checkpoint
 
-
 # The first of `conv_in`, written down once: the same numbers on every machine.
 GOLDEN = [-0.0025526001, 0.40605408, -0.030545935]
 
