@@ -5,14 +5,14 @@ deviation 70, one pixel value in eight at 0 or 255. Another prompt, negative pro
 changes them to a PSNR of 10 to 30 dB, so that 50 dB can come from nothing but agreement.
 """
 
-import gc
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import diffusers
-import keras
 import keras_cv
 import numpy as np
 import pytest
@@ -118,20 +118,17 @@ def exported(checkpoint, folder, **options):
 
 
 @pytest.fixture(scope="module")
-def pairs(small_pipelines, tmp_path_factory):
-    """family → both pipelines; exported on first use."""
-    made = {}
+def pair(request, small_pipelines, tmp_path_factory):
+    """One family's pipelines; pytest orders the tests so that one export serves them all."""
+    pipeline, folder = small_pipelines(request.param)
+    target = tmp_path_factory.mktemp("exports") / request.param
+    exported(folder, target, **FAMILIES[request.param])
+    # Not compiled, which these sizes hardly repay; that XLA computes the same is shown below.
+    return Pair(pipeline, Pipeline.load(target, jit_compile=False))
 
-    def make(family):
-        if family not in made:
-            pipeline, folder = small_pipelines(family)
-            target = tmp_path_factory.mktemp("exports") / family
-            made[family] = Pair(
-                pipeline, Pipeline.load(exported(folder, target, **FAMILIES[family]))
-            )
-        return made[family]
 
-    return make
+def of(*families):
+    return pytest.mark.parametrize("pair", families, indirect=True)
 
 
 # Against diffusers
@@ -149,39 +146,38 @@ def check_text_to_image(pair, sampler, theirs=None, ours=None, **common):
 
 @pytest.mark.parametrize("negative", [None, [NEGATIVE, "green"]], ids=["absent", "negative"])
 @pytest.mark.parametrize("sampler", DETERMINISTIC)
-@pytest.mark.parametrize("family", ["sd1", "sd2-v", "sdxl-base"])
-def test_text_to_image(pairs, family, sampler, negative):
-    pair = pairs(family)
+@of("sd1", "sd2-v", "sdxl-base")
+def test_text_to_image(pair, sampler, negative):
     theirs = {"guidance_rescale": pair.ours.manifest.guidance_rescale}
     check_text_to_image(pair, sampler, theirs, negative_prompt=negative)
 
 
-def test_empty_negative_prompts(pairs):
+@of("sd1", "sdxl-base")
+def test_empty_negative_prompts(pair):
     """SDXL takes no negative prompt for zeros and encodes an explicit ""; SD1 encodes both."""
-    for family, same in (("sd1", True), ("sdxl-base", False)):
-        pair = pairs(family)
-        check_text_to_image(pair, "euler", negative_prompt=["", ""])
-        arguments = {"num_steps": STEPS, "noise": pair.noise(1)}
-        absent, empty = (
-            pair.ours(PROMPTS[0], negative_prompt=negative, **arguments).images
-            for negative in (None, "")
-        )
-        assert (psnr(absent, empty) > FLOOR) == same
+    check_text_to_image(pair, "euler", negative_prompt=["", ""])
+    arguments = {"num_steps": STEPS, "noise": pair.noise(1)}
+    absent, empty = (
+        pair.ours(PROMPTS[0], negative_prompt=negative, **arguments).images
+        for negative in (None, "")
+    )
+    assert (psnr(absent, empty) > FLOOR) == (pair.ours.manifest.family == "sd1")
 
 
-def test_sdxl_sizes(pairs):
+@of("sdxl-base")
+def test_sdxl_sizes(pair):
     sizes = {"original_size": (512, 768), "target_size": (1024, 960)}
     theirs, ours = {"crops_coords_top_left": (16, 128)}, {"crop_top_left": (16, 128)}
-    pair = pairs("sdxl-base")
     check_text_to_image(pair, "euler", theirs, ours, **sizes)
     arguments = {"num_steps": STEPS, "noise": pair.noise(1), "scheduler": "euler"}
     default = pair.ours(PROMPTS[0], **arguments).images
     assert psnr(default, pair.ours(PROMPTS[0], **arguments, **sizes).images) < 40
 
 
-def test_noise_in_every_step(pairs, monkeypatch):
+@of("sd1")
+def test_noise_in_every_step(pair, monkeypatch):
     """Seeds in place of noise: the streams of `sampling.noise` are handed to diffusers."""
-    pair, seed = pairs("sd1"), 42
+    seed = 42
 
     def stream(number):
         return channels_first(normal([seed], number, pair.ours.manifest.latent_shape).numpy())
@@ -205,8 +201,8 @@ def pin_noise(monkeypatch, pipeline, noise):
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "dpmpp_2m"])
-def test_image_to_image(pairs, monkeypatch, sampler, strength):
-    pair = pairs("sd1")
+@of("sd1")
+def test_image_to_image(pair, monkeypatch, sampler, strength):
     pipeline = diffusers.StableDiffusionImg2ImgPipeline(
         **pair.theirs.components, requires_safety_checker=False
     )
@@ -221,8 +217,8 @@ def test_image_to_image(pairs, monkeypatch, sampler, strength):
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "dpmpp_2m"])
-def test_inpainting(pairs, monkeypatch, sampler, strength):
-    pair = pairs("inpaint")
+@of("inpaint")
+def test_inpainting(pair, monkeypatch, sampler, strength):
     noise = pair.noise(1)
     pin_noise(monkeypatch, pair.theirs, noise)
     mask = np.zeros(tuple(pair.size.values()), "uint8")
@@ -354,7 +350,7 @@ def test_compiled_text_encoder(variants):
             assert error <= 1e-5
 
 
-@pytest.mark.parametrize(("precision", "floor"), [("bfloat16", 20.0), ("float16", 40.0)])
+@pytest.mark.parametrize(("precision", "floor"), [("bfloat16", 30.0), ("float16", 45.0)])
 def test_half_precision(variants, five, precision, floor):
     pipeline = Pipeline.load(variants(precision))
     check_pictures(pipeline(FIVE, seed=FIVE_SEEDS, **SEEDED).images, five, floor)
@@ -377,34 +373,39 @@ def kerascv_model(size):
     return model
 
 
-def kerascv_files(model, folder: Path):
-    _, _, files = RELEASES["sd1.4"]
-    encoder = keras_cv.models.stable_diffusion.ImageEncoder(download_weights=False)
-    save_h5(model.text_encoder, folder / files["text_encoder"])
-    save_h5(model.diffusion_model, folder / files["unet"])
-    save_h5(model.decoder, folder / VAE_FILES["decoder"])
-    save_h5(encoder, folder / VAE_FILES["encoder"])
-
-
-@pytest.mark.full_size
-def test_kerascv(tmp_path):
-    """KerasCV cuts the decimals off where we round: half the pixels differ by one, 51 dB."""
-    size, steps = 128, 3
+def run_kerascv(folder: Path, size, noise, steps):
+    """Its picture, and its weights as files."""
     model = kerascv_model(size)
-    noise = np.random.default_rng(4).standard_normal((1, size // 8, size // 8, 4), "float32")
-    theirs = model.generate_image(
+    images = model.generate_image(
         model.encode_text(PROMPTS[0]),
         negative_prompt=NEGATIVE,
         num_steps=steps,
         unconditional_guidance_scale=GUIDANCE,
         diffusion_noise=noise,
     )
-    kerascv_files(model, tmp_path)
-    del model
-    keras.backend.clear_session()
-    gc.collect()
-    checkpoint = f"kerascv:{tmp_path}"
-    folder = exported(checkpoint, tmp_path / "export", height=size, width=size, max_steps=steps)
+    _, _, files = RELEASES["sd1.4"]
+    encoder = keras_cv.models.stable_diffusion.ImageEncoder(download_weights=False)
+    save_h5(model.text_encoder, folder / files["text_encoder"])
+    save_h5(model.diffusion_model, folder / files["unet"])
+    save_h5(model.decoder, folder / VAE_FILES["decoder"])
+    save_h5(encoder, folder / VAE_FILES["encoder"])
+    return images
+
+
+def in_new_process(function, *args, **options):
+    """Its memory goes back with it: several copies of a full-size model are too many for one."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args, **options).result()
+
+
+@pytest.mark.full_size
+def test_kerascv(tmp_path):
+    """KerasCV cuts the decimals off where we round: half the pixels differ by one, 51 dB."""
+    size, steps = 128, 3
+    noise = np.random.default_rng(4).standard_normal((1, size // 8, size // 8, 4), "float32")
+    theirs = in_new_process(run_kerascv, tmp_path, size, noise, steps)
+    options = {"height": size, "width": size, "max_steps": steps}
+    folder = in_new_process(exported, f"kerascv:{tmp_path}", tmp_path / "export", **options)
     pipeline = Pipeline.load(folder)
     assert pipeline.manifest.default_sampler == "kerascv"
     ours = pipeline(
