@@ -138,7 +138,9 @@ def _export_one(name, checkpoint, geometry, options, folder, report):
     report(name, "saving")
     path = folder / name / VERSION_FOLDER
     try:
-        tf.saved_model.save(module, str(path), signatures=module.endpoints)
+        # Gradients would be a function for every activation, which loading pays for in memory.
+        save_options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+        tf.saved_model.save(module, str(path), signatures=module.endpoints, options=save_options)
     except tf.errors.ResourceExhaustedError as error:  # TensorFlow's word for a full disk
         raise OSError(errno.ENOSPC, error.message) from error
     signatures = tuple(sorted(module.endpoints))
