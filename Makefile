@@ -6,14 +6,19 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 
 .PHONY: demo test test-tensorflow test-jax lint format clean
 
-DEMO_PROMPTS := "a lighthouse at dusk" "a red bicycle"
+DEMO_PROMPTS := "a large red star on a dark blue background" \
+    "a small yellow heart in the top left on a striped background" \
+    "a small green ring left of a large white cross on a gray background" \
+    "a small purple circle above a large orange square on a checkered background"
 
 # The embedded checkpoint: exported, verified, drawn, benchmarked with and without XLA.
 demo: $(VENV)/core.stamp
 	$(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4 --overwrite
 	$(BIN)/python -m sd_tf.generate $(DEMO_PROMPTS) --export_dir exports/tiny \
-	    --out out/pictures --num_steps 20 --seed 1 --count 2
-	$(BIN)/python benchmark.py --export_dir=exports/tiny --all --num_steps=20 --output=out/report
+	    --out out/pictures --num_steps 20 --guidance_scale 4 --seed 1 --count 2
+	$(BIN)/python benchmark.py --export_dir=exports/tiny --all --num_steps=20 \
+	    --prompt="a large red star on a dark blue background" --guidance_scale=4 \
+	    --output=out/report
 	@echo "The pictures are in out/pictures, the report beside them in out."
 
 test: lint test-tensorflow test-jax

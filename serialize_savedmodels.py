@@ -20,7 +20,7 @@ flags.DEFINE_string(
     "checkpoint",
     None,
     "Diffusers folder, .safetensors file, Hugging Face Hub id, kerascv:sd1.4, kerascv:sd2.1 or "
-    "kerascv:FOLDER. Default: the tiny checkpoint that needs no download.",
+    "kerascv:FOLDER. Default: the shipped tiny one, trained on drawn scenes.",
 )
 flags.DEFINE_string("output_dir", "exports/tiny", "Where the export is put.")
 flags.DEFINE_integer("batch_size", 1, "Pictures per call.")
@@ -59,7 +59,7 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)  # TensorFlow tells much while it saves
-    from sd_tf.checkpoints import tiny_folder
+    from sd_tf.checkpoints import TINY_FOLDER
     from sd_tf.export import Options, export
     from sd_tf.manifest import ExportError
     from sd_tf.weights import CheckpointError, open_checkpoint
@@ -67,7 +67,7 @@ def main(argv):
     start = time.perf_counter()
     try:
         checkpoint = open_checkpoint(
-            tiny_folder() if FLAGS.checkpoint is None else FLAGS.checkpoint,
+            TINY_FOLDER if FLAGS.checkpoint is None else FLAGS.checkpoint,
             family=FLAGS.family,
             scheduler=FLAGS.scheduler,
             variant=FLAGS.variant,

@@ -179,6 +179,18 @@ class Pipeline:
         """Latents (B, h, w, 4), as a callback gets them → uint8 pictures: a preview."""
         return self._replicas[0].decode(latents)
 
+    def encode(self, pictures: np.ndarray) -> np.ndarray:
+        """uint8 pictures (B, H, W, 3) → the latents that `decode` takes."""
+        self._need_image_encoder()
+        return self._replicas[0].encode(pictures.astype("float32") / 127.5 - 1.0)
+
+    def _need_image_encoder(self) -> None:
+        if "image_encoder" not in self.manifest.components:
+            raise ExportError(
+                "The export has no image_encoder, which an image needs. Export it with "
+                "--components=image_encoder."
+            )
+
     # What a call asks for
 
     def _check(
@@ -231,11 +243,7 @@ class Pipeline:
         if strength is None:
             strength = DEFAULT_STRENGTH[self.manifest.latent_inputs]
         request.start = start_row(request.num_steps, strength)
-        if "image_encoder" not in self.manifest.components:
-            raise ExportError(
-                "The export has no image_encoder, which an image needs. Export it with "
-                "--components=image_encoder."
-            )
+        self._need_image_encoder()
         request.image = self._pixels(image, "RGB").astype("float32") / 127.5 - 1.0
         if mask is not None:
             request.mask = (self._pixels(mask, "L") >= 128).astype("float32")
@@ -314,6 +322,11 @@ class Replica:
     def decode(self, latents) -> np.ndarray:
         return self.call("decoder", "serving_default", latent=latents)["generated_images"].numpy()
 
+    def encode(self, images) -> np.ndarray:
+        """Pictures (B, H, W, 3) in [-1, 1] → scaled latents."""
+        latent = self.call("image_encoder", "serving_default", images=images)["latent"]
+        return latent.numpy() * np.float32(self.manifest.scaling_factor)
+
     def run(self, request: Request, chunk: range, tokens: dict[str, np.ndarray]):
         """One batch: pictures (B, H, W, 3) and the seconds of each stage."""
         clock = Clock()
@@ -340,9 +353,7 @@ class Replica:
             return None
 
         def encode(image):
-            images = np.broadcast_to(image, (len(chunk), *image.shape))
-            latent = self.call("image_encoder", "serving_default", images=images)["latent"]
-            return latent.numpy() * np.float32(self.manifest.scaling_factor)
+            return self.encode(np.broadcast_to(image, (len(chunk), *image.shape)))
 
         if request.mask is not None:
             height, width, _ = self.manifest.latent_shape

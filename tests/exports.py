@@ -1,14 +1,48 @@
 """Small exports for tests, made through the same call as the command's."""
 
+import atexit
+import functools
+import shutil
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from sd_tf.checkpoints import tiny_folder
+from sd_tf.checkpoints import make_random
+from sd_tf.config import FAMILIES, PipelineConfig
 from sd_tf.export import Options, export
 from sd_tf.weights import open_checkpoint
 
 SMALL = {"height": 64, "width": 64, "max_steps": 8, "verify": "off"}
 
+_SD1 = FAMILIES["sd1"]
+CONFIG = PipelineConfig(
+    text_encoder=replace(
+        _SD1.text_encoder, hidden_size=64, intermediate_size=256, num_layers=4, num_heads=4
+    ),
+    unet=replace(
+        _SD1.unet,
+        channels=(32, 64, 96),
+        num_heads=(2, 4, 6),
+        down_depths=((1,), (1,), (0,)),
+        mid_depth=1,
+        up_depths=((0, 0), (1, 1), (1, 1)),
+        context_dim=64,
+        sample_size=16,
+    ),
+    vae=replace(_SD1.vae, channels=(32, 32, 64, 64), layers_per_block=1, sample_size=128),
+    schedule=_SD1.schedule,
+).check()
 
-def tiny_export(folder: Path, **options) -> Path:
-    export(open_checkpoint(tiny_folder()), folder, Options(**{**SMALL, **options}))
+
+@functools.cache
+def small_folder() -> Path:
+    """A random checkpoint, a diffusers folder, made once for the process."""
+    folder = Path(tempfile.mkdtemp()) / "small"
+    atexit.register(shutil.rmtree, folder.parent)
+    make_random(CONFIG, folder)
+    return folder
+
+
+def small_export(folder: Path, **options) -> Path:
+    export(open_checkpoint(small_folder()), folder, Options(**{**SMALL, **options}))
     return folder

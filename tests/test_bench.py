@@ -15,11 +15,11 @@ import pytest
 
 from sd_tf import bench
 from sd_tf.bench import BenchError, Options, report, timing
-from sd_tf.checkpoints import tiny_folder
 from sd_tf.export import Options as ExportOptions
 from sd_tf.export import export
 from sd_tf.manifest import Manifest
 from sd_tf.weights import open_checkpoint
+from tests.exports import small_folder
 
 ROOT = Path(__file__).parent.parent
 PROMPT = 'a <b>red</b> bicycle & "a hat"'
@@ -38,7 +38,7 @@ def run_script(*flags):
 def tiny_export(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "tiny"
     options = ExportOptions(batch_size=2, height=64, width=64, max_steps=5, verify="off")
-    export(open_checkpoint(tiny_folder()), folder, options)
+    export(open_checkpoint(small_folder()), folder, options)
     return folder
 
 

@@ -24,6 +24,17 @@ ALLOWED = {
     "pipeline": {"config", "tokenizer", "sampling", "manifest"},
     "generate": {"config", "manifest", "pipeline"},
     "bench": {"config", "tokenizer", "manifest", "pipeline"},
+    "training": {
+        "config",
+        "tokenizer",
+        "models",
+        "weights",
+        "checkpoints",
+        "sampling",
+        "manifest",
+        "pipeline",
+        "generate",
+    },
 }
 
 

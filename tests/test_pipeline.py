@@ -14,14 +14,14 @@ from sd_tf.config import ConfigError
 from sd_tf.generate import contact_sheet, main, read_parameters
 from sd_tf.manifest import ExportError
 from sd_tf.pipeline import Pipeline
-from tests.exports import tiny_export
+from tests.exports import small_export
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    return tiny_export(tmp_path_factory.mktemp("pipeline") / "tiny", batch_size=2)
+    return small_export(tmp_path_factory.mktemp("pipeline") / "tiny", batch_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_wrong_devices(exported):
 
 
 def test_missing_components(tmp_path):
-    folder = tiny_export(tmp_path / "export")
+    folder = small_export(tmp_path / "export")
     path = folder / "pipeline.json"
     manifest = json.loads(path.read_text())
     for name, message in (

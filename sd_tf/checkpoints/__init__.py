@@ -1,6 +1,5 @@
-"""Checkpoints that need no download: seeded random weights in any architecture, and a tiny one."""
+"""Checkpoints that need no download: a tiny trained one, and random ones of any architecture."""
 
-import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -13,41 +12,27 @@ from sd_tf.tokenizer import ClipTokenizer
 from sd_tf.weights import layout, save_folder
 
 NAME = "tiny"
-VERSION = 1  # part of the folder's name: a change of sizes makes a new one
+TINY_FOLDER = Path(__file__).parent / NAME  # trained by `python -m sd_tf.training tiny`
 
 _SD1 = FAMILIES["sd1"]
 CONFIG = PipelineConfig(
     text_encoder=replace(
-        _SD1.text_encoder, hidden_size=64, intermediate_size=256, num_layers=4, num_heads=4
+        _SD1.text_encoder, hidden_size=96, intermediate_size=384, num_layers=3, num_heads=4
     ),
     unet=replace(
         _SD1.unet,
-        channels=(32, 64, 96),
-        num_heads=(2, 4, 6),
-        down_depths=((1,), (1,), (0,)),
+        channels=(48, 96, 128),
+        num_heads=(2, 4, 4),
+        down_depths=((0,), (1,), (1,)),
         mid_depth=1,
-        up_depths=((0, 0), (1, 1), (1, 1)),
-        context_dim=64,
+        up_depths=((1, 1), (1, 1), (0, 0)),
+        context_dim=96,
         sample_size=16,
+        norm_groups=16,
     ),
-    vae=replace(_SD1.vae, channels=(32, 32, 64, 64), layers_per_block=1, sample_size=128),
-    schedule=_SD1.schedule,
+    vae=replace(_SD1.vae, channels=(24, 48, 64), layers_per_block=1, norm_groups=8, sample_size=64),
+    schedule=replace(_SD1.schedule, prediction="v_prediction", sampler="ddim"),
 ).check()
-
-
-def tiny_folder() -> Path:
-    """The tiny checkpoint's diffusers folder, made on first use in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sd_tf"
-    folder = cache / f"{NAME}-{VERSION}"
-    if not folder.is_dir():
-        making = folder.with_name(f"{folder.name}.{os.getpid()}")
-        make_random(CONFIG, making)
-        try:
-            making.rename(folder)
-        except OSError:  # another process was faster; its result is the same
-            if not folder.is_dir():
-                raise
-    return folder
 
 
 def make_random(config: PipelineConfig, folder: Path, dtype: str = "float32") -> None:

@@ -331,9 +331,10 @@ class Decoder(Component):
     def __init__(self, vae, config: PipelineConfig, geometry: Geometry):
         super().__init__(_present(vae.post_quant_conv, vae.decoder))
         latent = {"latent": spec(geometry.batch_size, *geometry.latent_shape)}
+        model = tf.function(vae.decode, autograph=False)  # traced once for all endpoints
 
         def decode(latent):
-            images = tf.cast(vae.decode(latent / config.vae.scaling_factor), "float32")
+            images = tf.cast(model(latent / config.vae.scaling_factor), "float32")
             images = tf.round(255.0 * tf.clip_by_value(images / 2.0 + 0.5, 0.0, 1.0))
             return {"generated_images": tf.cast(images, "uint8")}
 
@@ -360,9 +361,10 @@ class ImageEncoder(Component):
     def __init__(self, vae, geometry: Geometry):
         super().__init__(_present(vae.encoder, vae.quant_conv))
         batch, height, width = geometry.batch_size, geometry.height, geometry.width
+        model = tf.function(vae.encode, autograph=False)
 
         def encode(images):
-            mean, log_variance = (tf.cast(x, "float32") for x in vae.encode(images))
+            mean, log_variance = (tf.cast(x, "float32") for x in model(images))
             return {"latent": mean, "standard_deviation": tf.exp(0.5 * log_variance)}
 
         self.endpoint("serving_default", encode, {"images": spec(batch, height, width, 3)})

@@ -203,8 +203,9 @@ def save_folder(
     config: PipelineConfig,
     models: Mapping[str, keras.layers.Layer],
     tokenizers: Mapping[str, ClipTokenizer],
+    dtype: str | None = None,
 ) -> None:
-    """Write a pipeline that diffusers loads. Tensors keep the dtype of the models' variables.
+    """Write a pipeline that diffusers loads, its tensors as `dtype`, or as the variables are.
 
     Numerics in which KerasCV differs from diffusers (epsilons, gelu) have no field there: the
     weights are the same, and whoever reads them computes in its own way.
@@ -243,7 +244,7 @@ def save_folder(
             index[name] = ["diffusers", content["_class_name"]]
         _write_json(folder / name / "config.json", content)
         save_file(
-            {key: slot.stored() for key, slot in layout.slots(model).items()},
+            {key: slot.stored(dtype) for key, slot in layout.slots(model).items()},
             folder / name / f"{WEIGHTS_STEM[name]}.safetensors",
             metadata={"format": "pt"},
         )

@@ -58,8 +58,10 @@ class Slot:
             stored = np.transpose(stored, self.axes)
         return np.ascontiguousarray(stored)
 
-    def stored(self) -> np.ndarray:
+    def stored(self, dtype: str | None = None) -> np.ndarray:
         value = np.asarray(self.variable)
+        if dtype is not None:
+            value = value.astype(dtype)
         if self.axes is not None:
             value = np.transpose(value, np.argsort(self.axes))
         return np.ascontiguousarray(value.reshape(self.shape))

@@ -1,0 +1,84 @@
+"""A run's batches as a function of the step: what is drawn, is drawn from (seed, step)."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sd_tf.training.data import Source, shuffled
+
+Batch = dict[str, np.ndarray]
+DRAWS = 2  # stream of a seed; `data.ORDER` is another
+
+
+class Batches:
+    """Callable: step → batch. Where a run was killed makes no difference to what follows."""
+
+    def __init__(self, source: Source, batch_size: int, seed: int):
+        self.source, self.batch_size, self.seed = source, batch_size, seed
+
+    def examples(self, step: int) -> list[tuple[int, int]]:
+        """(index, epoch) of the step's examples."""
+        first = step * self.batch_size
+        return [
+            shuffled(first + place, len(self.source), self.seed) for place in range(self.batch_size)
+        ]
+
+    def draws(self, step: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, DRAWS, step])
+
+
+class PictureBatches(Batches):
+    """For the autoencoder: pictures in [-1, 1], and noise for the latents."""
+
+    def __init__(self, source, batch_size, seed, latent_shape):
+        super().__init__(source, batch_size, seed)
+        self.latent_shape = latent_shape
+
+    def __call__(self, step: int) -> Batch:
+        pictures = [self.source.picture(index) for index, _ in self.examples(step)]
+        noise = self.draws(step).standard_normal((self.batch_size, *self.latent_shape), "float32")
+        return {"images": to_model(np.stack(pictures)), "noise": noise}
+
+
+class LatentBatches(Batches):
+    """For the denoiser: latents computed beforehand, tokens of this epoch's captions."""
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        seed: int,
+        latents: np.ndarray,  # (N, h, w, C), as the encoder gives them
+        scaling_factor: float,
+        tokenize: Callable[[list[str]], np.ndarray],
+        num_timesteps: int = 1000,
+        caption_dropout: float = 0.1,
+    ):
+        super().__init__(source, batch_size, seed)
+        self.latents, self.scaling_factor = latents, np.float32(scaling_factor)
+        self.tokenize = tokenize
+        self.num_timesteps, self.caption_dropout = num_timesteps, caption_dropout
+
+    def __call__(self, step: int) -> Batch:
+        draws = self.draws(step)
+        size = self.batch_size
+        examples = self.examples(step)
+        dropped = draws.random(size) < self.caption_dropout
+        captions = [
+            "" if without else self.source.caption(index, epoch)
+            for (index, epoch), without in zip(examples, dropped, strict=True)
+        ]
+        # One from each of `size` equal parts of the schedule: the loss varies less from step to
+        # step than with independent draws.
+        places = (draws.permutation(size) + draws.random(size)) / size
+        return {
+            "latents": self.latents[[i for i, _ in examples]] * self.scaling_factor,
+            "noise": draws.standard_normal((size, *self.latents.shape[1:]), "float32"),
+            "timesteps": (places * self.num_timesteps).astype("int32"),
+            "tokens": self.tokenize(captions),
+        }
+
+
+def to_model(pictures: np.ndarray) -> np.ndarray:
+    """uint8 → float32 in [-1, 1]."""
+    return pictures.astype("float32") / 127.5 - 1.0

@@ -1,0 +1,188 @@
+"""Does an export draw what it is asked for? In the tiny world that can be computed.
+
+Prompts go through the exported, compiled SavedModels; the oracle reads the pictures back.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from sd_tf.generate import contact_sheet
+from sd_tf.training import world
+from sd_tf.training.data import World
+from sd_tf.training.settings import TrainingError
+
+RESULT_FILE = "evaluation.json"
+GROUPS = {  # name → split, number of things
+    "one thing, seen": ("train", 1),
+    "one thing, held out": ("held_out", 1),
+    "two things, seen": ("train", 2),
+    "two things, held out": ("held_out", 2),
+}
+GROUP_SEED = 1_000_000  # the first picture's seed; each group has its own million
+UNSEEN_WORLD = 2**30  # seed of scenes that no training uses, for the autoencoder
+RECONSTRUCTED = 64
+SHEET_PICTURES = 64
+FRAME, WRONG = 3, (230, 30, 30)
+
+NEGATIVE_PROMPT_PICTURES = 64
+NEGATIVES = (("a circle", "red"), ("a star", "yellow"), ("a heart", "blue"))
+
+
+@dataclass(frozen=True)
+class Options:
+    prompts: int = 250  # in each of the four groups
+    num_steps: int = 20
+    guidance_scale: float = 4.0
+    scheduler: str | None = None
+    more_guidance: Sequence[float] = ()  # further scales to measure
+    negative_prompts: bool = False
+
+
+@dataclass
+class Score:
+    """Of one group: pictures with everything right, and each attribute where it was asked."""
+
+    pictures: int = 0
+    all_right: int = 0
+    attributes: dict[str, list[int]] = field(default_factory=dict)  # name → [right, asked]
+    verdicts: list[bool] = field(default_factory=list)
+
+    def add(self, judgement: dict[str, bool]) -> None:
+        self.pictures += 1
+        self.verdicts.append(all(judgement.values()))
+        self.all_right += self.verdicts[-1]
+        for name, right in judgement.items():
+            count = self.attributes.setdefault(name, [0, 0])
+            count[0] += right
+            count[1] += 1
+
+    def record(self) -> dict:
+        shares = {name: round(right / asked, 4) for name, (right, asked) in self.attributes.items()}
+        share = round(self.all_right / self.pictures, 4)
+        return {"pictures": self.pictures, "all_right": share, "attributes": shares}
+
+
+def evaluate(pipe, options: Options, folder: Path, report: Callable[[str], None] = print) -> dict:
+    """Measure, write `evaluation.json` and the sheets into `folder`, return what was written."""
+    if options.prompts < 1:
+        raise TrainingError(f"At least one prompt is needed. Received: {options.prompts}")
+    if pipe.manifest.height != pipe.manifest.width:
+        raise TrainingError(
+            f"The oracle reads square pictures. The export's are "
+            f"{pipe.manifest.width}×{pipe.manifest.height}."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "checkpoint": pipe.manifest.checkpoint,
+        "options": asdict(options),
+        "scheduler": options.scheduler or pipe.manifest.default_sampler,
+        "compiled": True,
+        "groups": {},
+    }
+    for name in GROUPS:
+        score, pictures = measure(pipe, name, options, options.guidance_scale)
+        content["groups"][name] = score.record()
+        report(_line(name, options.guidance_scale, score))
+        sheet(pictures, score.verdicts).save(
+            folder / f"{name.replace(', ', '-').replace(' ', '-')}.png"
+        )
+    if options.more_guidance:
+        content["guidance"] = {}
+        for scale in options.more_guidance:
+            records = content["guidance"][str(scale)] = {}
+            for name in GROUPS:
+                score, _ = measure(pipe, name, options, scale)
+                records[name] = score.record()
+                report(_line(name, scale, score))
+    if options.negative_prompts:
+        content["negative_prompts"] = negative_prompts(pipe, options)
+        for entry in content["negative_prompts"]:
+            report(
+                f"{entry['prompt']!r}: {entry['without']:.1%} {entry['negative']}; with the "
+                f"negative prompt {entry['negative']!r}: {entry['with']:.1%}"
+            )
+    if "image_encoder" in pipe.manifest.components:
+        content["reconstruction_db"] = round(reconstruction(pipe), 2)
+        report(f"autoencoder: {content['reconstruction_db']} dB on unseen scenes")
+    (folder / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return content
+
+
+def measure(pipe, group: str, options: Options, guidance_scale: float):
+    """Score and pictures of one group."""
+    split, things = GROUPS[group]
+    asked = world.prompts(options.prompts, split, things)
+    pictures = pipe(
+        [prompt for prompt, _ in asked],
+        num_steps=options.num_steps,
+        guidance_scale=guidance_scale,
+        scheduler=options.scheduler,
+        seed=GROUP_SEED * (1 + list(GROUPS).index(group)),
+    ).images
+    score = Score()
+    for picture, (_, ask) in zip(pictures, asked, strict=True):
+        score.add(world.judge(world.read(picture), ask))
+    return score, pictures
+
+
+def negative_prompts(pipe, options: Options) -> list[dict]:
+    """Share of pictures that show a colour, with and without that colour as negative prompt."""
+
+    def share(prompt, colour, negative):
+        pictures = pipe(
+            [prompt] * NEGATIVE_PROMPT_PICTURES,
+            negative_prompt=negative,
+            num_steps=options.num_steps,
+            guidance_scale=options.guidance_scale,
+            scheduler=options.scheduler,
+            seed=0,
+        ).images
+        shown = [any(t.colour == colour for t in world.read(p).things) for p in pictures]
+        return float(np.mean(shown))
+
+    return [
+        {
+            "prompt": prompt,
+            "negative": colour,
+            "without": share(prompt, colour, None),
+            "with": share(prompt, colour, colour),
+        }
+        for prompt, colour in NEGATIVES
+    ]
+
+
+def reconstruction(pipe) -> float:
+    """PSNR in dB through image encoder and decoder, mean over unseen scenes."""
+    scenes = World(RECONSTRUCTED, pipe.manifest.height, UNSEEN_WORLD)
+    batch = pipe.manifest.batch_size
+    values = []
+    for start in range(0, RECONSTRUCTED, batch):
+        indices = [min(start + i, RECONSTRUCTED - 1) for i in range(batch)]
+        pictures = np.stack([scenes.picture(i) for i in indices])
+        error = pipe.decode(pipe.encode(pictures)).astype("float64") - pictures
+        mse = np.mean(np.square(error), axis=(1, 2, 3))[: RECONSTRUCTED - start]
+        values += list(10.0 * np.log10(255.0**2 / np.maximum(mse, 1e-9)))
+    return float(np.mean(values))
+
+
+def sheet(pictures: np.ndarray, verdicts: Sequence[bool]) -> Image.Image:
+    """The first pictures, those that are wrong framed in red."""
+    framed = []
+    for picture, right in zip(pictures[:SHEET_PICTURES], verdicts, strict=False):
+        image = Image.fromarray(picture)
+        if not right:
+            box = (0, 0, image.width - 1, image.height - 1)
+            ImageDraw.Draw(image).rectangle(box, outline=WRONG, width=FRAME)
+        framed.append(np.asarray(image))
+    return contact_sheet(np.stack(framed))
+
+
+def _line(name: str, scale: float, score: Score) -> str:
+    record = score.record()
+    attributes = ", ".join(f"{key} {value:.1%}" for key, value in record["attributes"].items())
+    return f"{name}, guidance {scale:g}: all right {record['all_right']:.1%} ({attributes})"

@@ -1,0 +1,74 @@
+"""What is trained: a batch in, a loss and figures to watch out. Every draw comes in the batch."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from sd_tf.config import ScheduleConfig
+from sd_tf.models.layers import Block
+from sd_tf.sampling.tables import abar
+
+
+class Autoencoding(Block):
+    """Pictures through the VAE and back: L1 and squared error, and a little KL divergence."""
+
+    def __init__(self, vae, kl_weight: float = 1e-4):
+        super().__init__()
+        self.vae = vae
+        self.kl_weight = kl_weight
+
+    def call(self, batch):
+        """batch: images (B, H, W, 3) in [-1, 1], noise (B, h, w, C)."""
+        mean, log_variance = (ops.cast(x, "float32") for x in self.vae.encode(batch["images"]))
+        latents = mean + ops.exp(0.5 * log_variance) * batch["noise"]
+        error = ops.cast(self.vae.decode(latents), "float32") - batch["images"]
+        divergence = 0.5 * ops.mean(ops.square(mean) + ops.exp(log_variance) - 1.0 - log_variance)
+        squared = ops.mean(ops.square(error))
+        loss = ops.mean(ops.abs(error)) + squared + self.kl_weight * divergence
+        psnr = 10.0 * ops.log10(4.0 / squared)  # the pictures span 2
+        return loss, {"loss": loss, "psnr": psnr, "kl": divergence}
+
+
+class Denoising(Block):
+    """Latents with noise added, back to the noise or to v; the text encoder learns along.
+
+    Weighted by min(SNR, `min_snr`) (Hang et al. 2023), or evenly where that is None.
+    """
+
+    def __init__(self, unet, text_encoder, schedule: ScheduleConfig, min_snr: float | None = 5.0):
+        super().__init__()
+        self.unet = unet
+        self.text_encoder = text_encoder
+        self.prediction = schedule.prediction
+        signal = abar(schedule).astype("float64")
+        snr = signal / (1.0 - signal)
+        weight = np.ones_like(snr) if min_snr is None else np.minimum(snr, min_snr)
+        if min_snr is not None:  # the weight is one of x_0; the loss is of v or of the noise
+            weight = weight / (snr + 1.0 if self.prediction == "v_prediction" else snr)
+        self.alpha, self.sigma, self.weight = (
+            x.astype("float32") for x in (np.sqrt(signal), np.sqrt(1.0 - signal), weight)
+        )
+
+    def call(self, batch):
+        """batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77)."""
+        timesteps = batch["timesteps"]
+
+        def at(table):
+            return ops.reshape(ops.take(ops.convert_to_tensor(table), timesteps), (-1, 1, 1, 1))
+
+        latents, noise = batch["latents"], batch["noise"]
+        alpha, sigma = at(self.alpha), at(self.sigma)
+        noisy = alpha * latents + sigma * noise
+        context = self.text_encoder(batch["tokens"])["context"]
+        output = ops.cast(self.unet(noisy, timesteps, context), "float32")
+        target = noise
+        if self.prediction == "v_prediction":
+            target = alpha * noise - sigma * latents
+        squared = ops.square(output - target)
+        loss = ops.mean(at(self.weight) * squared)
+        return loss, {"loss": loss, "mse": ops.mean(squared)}
+
+
+def freeze(model: keras.layers.Layer) -> keras.layers.Layer:
+    model.trainable = False
+    return model

@@ -1,0 +1,189 @@
+"""The run: steps, figures, checkpoints that can be resumed, sample sheets."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from sd_tf.training.batches import Batch
+from sd_tf.training.ema import Average
+from sd_tf.training.settings import Settings, TrainingError
+from sd_tf.training.step import compiled_step, state_of
+
+STATE_FILE, LOG_FILE, BOARD_FOLDER = "state.safetensors", "log.jsonl", "tensorboard"
+
+Report = Callable[[str], None]
+
+
+def optimizer_for(settings: Settings, variables) -> keras.optimizers.Optimizer:
+    """AdamW with warm-up and cosine; norms, biases and embeddings do not decay."""
+    rate = keras.optimizers.schedules.CosineDecay(
+        initial_learning_rate=0.0,
+        decay_steps=max(settings.steps - settings.warm_up, 1),
+        alpha=settings.final_learning_rate,
+        warmup_target=settings.learning_rate,
+        warmup_steps=settings.warm_up,
+    )
+    optimizer = keras.optimizers.AdamW(
+        rate,
+        weight_decay=settings.weight_decay,
+        beta_2=settings.beta_2,
+        global_clipnorm=settings.clip_norm,
+    )
+    fixed = [v for v in variables if len(v.shape) < 2 or "embedding" in v.path]
+    optimizer.exclude_from_weight_decay(var_list=fixed)
+    return optimizer
+
+
+@dataclass
+class Run:
+    """A loss being trained in a folder. `train` goes on from whatever the folder holds."""
+
+    loss: keras.layers.Layer
+    batches: Callable[[int], Batch]
+    settings: Settings
+    folder: Path
+    report: Report = print
+    sample: Callable[[int], None] | None = None  # called with the step, averaged weights in place
+
+    def __post_init__(self):
+        self.settings.check()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trained = self.loss.trainable_variables
+        self.optimizer = optimizer_for(self.settings, trained)
+        averaging = self.settings.averaging
+        self.average = None
+        if averaging.start is not None:
+            self.average = Average(trained, averaging, self.settings.steps)
+        self.run_step = compiled_step(self.loss, self.optimizer, self.average, self.settings)
+
+    def train(self) -> None:
+        """Leaves the averaged weights, where there are any, in the models."""
+        first = self.resume()
+        board = Board(self.folder / BOARD_FOLDER)
+        log = (self.folder / LOG_FILE).open("a", encoding="utf-8")
+        start = since = time.perf_counter()
+        seen = []
+        with log, ThreadPoolExecutor(1) as ahead:
+            pending = ahead.submit(self.batches, first) if first < self.settings.steps else None
+            for step in range(first, self.settings.steps):
+                batch = pending.result()
+                if step + 1 < self.settings.steps:
+                    pending = ahead.submit(self.batches, step + 1)
+                seen.append(self.run_step(batch))
+                done = step + 1
+                if done % self.settings.log_every == 0 or done == self.settings.steps:
+                    figures = {k: float(np.mean([f[k] for f in seen])) for k in seen[0]}
+                    if not np.isfinite(figures["loss"]):
+                        raise TrainingError(
+                            f"The loss is {figures['loss']} at step {done}. Lower the learning "
+                            f"rate; the last checkpoint is in {self.folder}."
+                        )
+                    now = time.perf_counter()
+                    figures["examples_per_second"] = (
+                        len(seen) * self.settings.batch_size / (now - since)
+                    )
+                    seen, since = [], now
+                    left = (now - start) / (done - first) * (self.settings.steps - done)
+                    self._tell(done, figures, left)
+                    print(json.dumps({"step": done, **figures}), file=log, flush=True)
+                    board.write(done, figures)
+                if done % self.settings.save_every == 0 or done == self.settings.steps:
+                    self.save(done)
+                every = self.settings.sample_every
+                if self.sample is not None and every and done % every == 0:
+                    with self.averaged():
+                        self.sample(done)
+                    since = time.perf_counter()
+        if self.average is not None:
+            self._exchange()
+
+    def _tell(self, done, figures, left):
+        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        self.report(f"step {done}/{self.settings.steps}: {text}, {left / 60:.1f} min left")
+
+    # Averaged weights in place of the last ones
+
+    def averaged(self):
+        return _Averaged(self)
+
+    def _exchange(self):
+        if self.average is None:
+            return
+        for variable, average in zip(self.average.followed, self.average.variables, strict=True):
+            value, averaged = np.array(variable), np.array(average)
+            variable.assign(averaged)
+            average.assign(value)
+
+    # Checkpoints
+
+    def save(self, step: int) -> None:
+        """All at once or not at all."""
+        variables = state_of(self.loss, self.optimizer, self.average)
+        path = self.folder / STATE_FILE
+        unfinished = path.with_suffix(".unfinished")
+        metadata = {"step": str(step), "settings": json.dumps(self.settings.record())}
+        arrays = {f"{i:05d}": np.array(v) for i, v in enumerate(variables)}
+        save_file(arrays, unfinished, metadata=metadata)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+    def resume(self) -> int:
+        """The step to go on from: 0 in an empty folder."""
+        path = self.folder / STATE_FILE
+        if not path.exists():
+            return 0
+        variables = state_of(self.loss, self.optimizer, self.average)
+        with safe_open(path, framework="numpy") as stored:
+            metadata = stored.metadata()
+            if json.loads(metadata["settings"]) != self.settings.record():
+                raise TrainingError(
+                    f"{path} belongs to a run with other settings. Choose another --out, or "
+                    f"repeat the settings: {metadata['settings']}"
+                )
+            if len(stored.keys()) != len(variables):
+                raise TrainingError(
+                    f"{path} holds {len(stored.keys())} tensors, this run has {len(variables)}: "
+                    f"it belongs to another model."
+                )
+            for key, variable in zip(sorted(stored.keys()), variables, strict=True):
+                variable.assign(stored.get_tensor(key))
+        step = int(metadata["step"])
+        self.report(f"resumed at step {step} from {path}")
+        return step
+
+
+class _Averaged:
+    def __init__(self, run: Run):
+        self.run = run
+
+    def __enter__(self):
+        self.run._exchange()
+
+    def __exit__(self, *_):
+        self.run._exchange()
+
+
+class Board:
+    """TensorBoard's event files."""
+
+    def __init__(self, folder: Path):
+        import tensorflow as tf
+
+        self.writer = tf.summary.create_file_writer(str(folder))
+        self.scalar = tf.summary.scalar
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        with self.writer.as_default(step=step):
+            for name, value in figures.items():
+                self.scalar(name, value)
+        self.writer.flush()

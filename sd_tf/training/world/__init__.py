@@ -1,0 +1,26 @@
+"""A drawn world of things and words to train small text-to-image models on, and its oracle.
+
+`scene` chooses what there is, `draw` paints it, `captions` says it, and `oracle` reads a picture
+back by geometry, so that a model is judged by what it drew and not by another model.
+"""
+
+from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
+from sd_tf.training.world.draw import draw
+from sd_tf.training.world.oracle import Reading, judge, read
+from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
+
+__all__ = [
+    "Ask",
+    "AskedThing",
+    "Reading",
+    "Scene",
+    "Thing",
+    "WorldError",
+    "describe",
+    "draw",
+    "example",
+    "judge",
+    "prompts",
+    "read",
+    "sample_scene",
+]

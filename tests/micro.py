@@ -1,0 +1,106 @@
+"""A model small enough to be trained in a test; `python -m tests.micro FOLDER [PAUSE]` does."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import numpy as np
+
+from sd_tf.config import FAMILIES, PipelineConfig
+from sd_tf.models import MODEL_CLASSES
+from sd_tf.training.initial import initialize
+from sd_tf.training.losses import Denoising
+from sd_tf.training.settings import Averaging, Settings
+from sd_tf.training.trainer import Run
+
+_SD1 = FAMILIES["sd1"]
+CONFIG = PipelineConfig(
+    replace(_SD1.text_encoder, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2),
+    replace(
+        _SD1.unet,
+        channels=(8, 16),
+        num_heads=(1, 2),
+        down_depths=((0,), (1,)),
+        up_depths=((1, 1), (0, 0)),
+        context_dim=16,
+        sample_size=8,
+        norm_groups=4,
+    ),
+    replace(_SD1.vae, channels=(8, 16), layers_per_block=1, norm_groups=4, sample_size=16),
+    _SD1.schedule,
+).check()
+SETTINGS = Settings(
+    steps=12,
+    batch_size=4,
+    learning_rate=1e-2,
+    warm_up=2,
+    averaging=Averaging(half_life=3.0),
+    log_every=4,
+    save_every=4,
+)
+
+
+def build(name):
+    part = CONFIG.components[name]
+    model = MODEL_CLASSES[type(part)](part)
+    initialize(model, name, seed=0)
+    return model
+
+
+def denoising() -> Denoising:
+    return Denoising(build("unet"), build("text_encoder"), CONFIG.schedule)
+
+
+def latent_batch(config, size: int, step: int = 0):
+    rng = np.random.default_rng(step)
+    side = config.unet.sample_size
+    shape = (size, side, side, config.vae.latent_channels)
+    return {
+        "latents": rng.standard_normal(shape, "float32"),
+        "noise": rng.standard_normal(shape, "float32"),
+        "timesteps": rng.integers(0, 1000, size).astype("int32"),
+        "tokens": rng.integers(0, 1000, (size, 77)).astype("int32"),
+    }
+
+
+def gradients_of(loss, batch):
+    """By variable, and the loss; outside any optimizer."""
+    variables = loss.trainable_variables
+    if keras.backend.backend() == "jax":
+        import jax
+
+        def value_of(values):
+            with keras.StatelessScope(list(zip(variables, values, strict=True))):
+                return loss(batch)[0]
+
+        value, gradients = jax.jit(jax.value_and_grad(value_of))([v.value for v in variables])
+        return gradients, float(value)
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        value, _ = loss({name: tf.constant(x) for name, x in batch.items()})
+    gradients = tape.gradient(value, [v.value for v in variables])
+    return [tf.convert_to_tensor(g) for g in gradients], float(value)
+
+
+def run(folder: Path, settings: Settings = SETTINGS, pause: float = 0.0) -> Run:
+    def batches(step):
+        time.sleep(pause)
+        return latent_batch(CONFIG, settings.batch_size, step)
+
+    return Run(denoising(), batches, settings, folder)
+
+
+if __name__ == "__main__":
+    devices = 1
+    if keras.backend.backend() == "jax":
+        devices = len(keras.distribution.list_devices())
+        if devices > 1:
+            keras.distribution.set_distribution(keras.distribution.DataParallel())
+    print(devices, "devices")
+    run(Path(sys.argv[1]), pause=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0).train()

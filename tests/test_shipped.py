@@ -1,0 +1,66 @@
+"""The checkpoint in the package: it draws what it is asked for, for us and for diffusers."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from sd_tf.checkpoints import CONFIG, TINY_FOLDER
+from sd_tf.export import Options, export
+from sd_tf.export.verify import psnr
+from sd_tf.pipeline import Pipeline
+from sd_tf.training import evaluate
+from sd_tf.weights import open_checkpoint
+
+PROMPTS = 15  # of each of the four groups
+FLOORS = {  # shares of pictures with everything right; README.md has the shares of many more
+    "one thing, seen": 0.8,
+    "one thing, held out": 0.7,
+    "two things, seen": 0.6,
+    "two things, held out": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shipped") / "export"
+    export(open_checkpoint(TINY_FOLDER), folder, Options(batch_size=15, verify="off"))
+    return Pipeline.load(folder)
+
+
+def test_it_is_what_the_recipe_makes():
+    config = open_checkpoint(TINY_FOLDER).config
+    assert (config.unet, config.text_encoder) == (CONFIG.unet, CONFIG.text_encoder)
+    assert config.schedule == CONFIG.schedule
+    size = sum(path.stat().st_size for path in TINY_FOLDER.rglob("*") if path.is_file())
+    assert size <= 25 * 2**20
+
+
+def test_it_draws_what_it_is_asked_for(pipe, tmp_path):
+    options = evaluate.Options(prompts=PROMPTS, negative_prompts=True)
+    content = evaluate.evaluate(pipe, options, tmp_path)
+    for name, floor in FLOORS.items():
+        assert content["groups"][name]["all_right"] >= floor, name
+    assert content["reconstruction_db"] >= 30.0
+    for entry in content["negative_prompts"]:
+        assert entry["with"] <= 0.25 * entry["without"], entry
+
+
+def test_guidance_helps(pipe):
+    options = evaluate.Options(prompts=PROMPTS)
+    without, score = (
+        evaluate.measure(pipe, "two things, seen", options, scale)[0] for scale in (1.0, 4.0)
+    )
+    assert score.all_right >= without.all_right
+
+
+def test_the_same_picture_in_diffusers(pipe):
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(TINY_FOLDER, safety_checker=None)
+    theirs.set_progress_bar_config(disable=True)
+    prompts = ["a large red star on a black background", "a small green ring above a blue heart"]
+    noise = np.random.default_rng(0).standard_normal((2, *pipe.manifest.latent_shape), "float32")
+    options = {"num_inference_steps": 20, "guidance_scale": 4.0}
+    latents = torch.from_numpy(noise.transpose(0, 3, 1, 2))
+    expected = theirs(prompts, latents=latents, output_type="np", **options).images
+    ours = pipe(prompts, num_steps=20, guidance_scale=4.0, noise=noise).images
+    assert psnr(expected * 255.0, ours) >= 40.0

@@ -1,0 +1,247 @@
+"""The trainer: its arithmetic against PyTorch and diffusers, its runs against themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import torch
+from diffusers.training_utils import compute_snr
+from safetensors.numpy import load_file
+
+from sd_tf.config import FAMILIES
+from sd_tf.sampling.tables import abar
+from sd_tf.training.ema import Average
+from sd_tf.training.initial import initialize
+from sd_tf.training.losses import Denoising
+from sd_tf.training.settings import Averaging, Settings, TrainingError
+from sd_tf.training.step import compiled_step
+from sd_tf.training.trainer import STATE_FILE, Run, optimizer_for
+from sd_tf.weights import layout, open_checkpoint
+from tests import micro
+
+ROOT = Path(__file__).parent.parent
+
+
+# Losses and gradients
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_loss_and_gradients_equal_pytorchs(small_pipelines, prediction):
+    pipeline, folder = small_pipelines("sd1")
+    checkpoint = open_checkpoint(folder)
+    schedule = replace(checkpoint.config.schedule, prediction=prediction)
+    unet, encoder = checkpoint.build("unet"), checkpoint.build("text_encoder")
+    loss = Denoising(unet, encoder, schedule, min_snr=None)
+    batch = micro.latent_batch(checkpoint.config, size=3)
+    gradients, value = micro.gradients_of(loss, batch)
+
+    def tensor(name):
+        x = torch.from_numpy(batch[name])
+        return x.permute(0, 3, 1, 2) if x.ndim == 4 else x.long()
+
+    pipeline.scheduler.register_to_config(prediction_type=prediction)
+    latents, noise, timesteps = tensor("latents"), tensor("noise"), tensor("timesteps")
+    noisy = pipeline.scheduler.add_noise(latents, noise, timesteps)
+    context = pipeline.text_encoder(tensor("tokens"))[0]
+    output = pipeline.unet(noisy, timesteps, context).sample
+    signal_share = pipeline.scheduler.alphas_cumprod[timesteps][:, None, None, None]
+    target = noise
+    if prediction == "v_prediction":
+        target = signal_share.sqrt() * noise - (1 - signal_share).sqrt() * latents
+    theirs = torch.mean((output - target) ** 2)
+    pipeline.unet.zero_grad(), pipeline.text_encoder.zero_grad()
+    theirs.backward()
+    assert value == pytest.approx(theirs.item(), rel=1e-4)
+
+    stored = {"unet": pipeline.unet, "text_encoder": pipeline.text_encoder}
+    by_variable = dict(zip((id(v) for v in loss.trainable_variables), gradients, strict=True))
+    compared = 0
+    for name, model in (("unet", unet), ("text_encoder", encoder)):
+        parameters = dict(stored[name].named_parameters())
+        scale = max(p.grad.abs().max().item() for p in parameters.values() if p.grad is not None)
+        for path, slot in layout.slots(model).items():
+            parameter = parameters.get(path, parameters.get(path.removeprefix("text_model.")))
+            with keras.StatelessScope([(slot.variable, by_variable[id(slot.variable)])]):
+                ours = slot.stored().reshape(parameter.shape)
+            error = np.abs(ours - parameter.grad.numpy()).max()
+            assert error <= 1e-3 * scale, path
+            compared += 1
+    assert compared == len(loss.trainable_variables)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_min_snr_weights(small_pipelines, prediction):
+    pipeline, _ = small_pipelines("sd1")
+    snr = compute_snr(pipeline.scheduler, torch.arange(1000)).numpy()
+    schedule = replace(FAMILIES["sd1"].schedule, prediction=prediction)
+    weight = Denoising(micro.build("unet"), micro.build("text_encoder"), schedule).weight
+    divisor = snr + 1 if prediction == "v_prediction" else snr
+    np.testing.assert_allclose(weight, np.minimum(snr, 5.0) / divisor, rtol=1e-3)
+    np.testing.assert_allclose(abar(schedule), pipeline.scheduler.alphas_cumprod, rtol=1e-5)
+
+
+def test_initial_blocks_are_identities():
+    """A new UNet predicts zeros; every parameter but the closed ones is different from zero."""
+    unet = micro.build("unet")
+    batch = micro.latent_batch(micro.CONFIG, size=2)
+    context = np.ones((2, 77, micro.CONFIG.unet.context_dim), "float32")
+    assert np.all(np.asarray(unet(batch["latents"], batch["timesteps"], context)) == 0)
+    encoder = micro.build("text_encoder")
+    initialize(encoder, "text_encoder", 0, token_ids=[5, 7])
+    table = np.asarray(encoder.text_model.embeddings.token_embedding.embeddings)
+    assert sorted(set(np.nonzero(table)[0])) == [5, 7]
+
+
+# Updates
+
+
+@pytest.mark.backend
+def test_accumulation_is_the_whole_batch():
+    batch = micro.latent_batch(micro.CONFIG, size=4)
+    results = []
+    for accumulate in (1, 2, 4):
+        settings = replace(micro.SETTINGS, accumulate=accumulate)
+        loss = micro.denoising()
+        optimizer = optimizer_for(settings, loss.trainable_variables)
+        run = compiled_step(loss, optimizer, None, settings)
+        figures = [run(batch) for _ in range(3)]
+        results.append((figures[-1]["loss"], np.array(loss.unet.conv_out.bias)))
+    for value, bias in results[1:]:
+        assert value == pytest.approx(results[0][0], rel=1e-5)
+        np.testing.assert_allclose(bias, results[0][1], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_average_follows_its_formula(start):
+    variable = keras.Variable(np.zeros(1, "float32"))
+    average = Average([variable], Averaging(start, half_life=4.0), steps=40)
+    expected = 0.0
+    for step in range(40):
+        variable.assign(np.array([np.sin(step)], "float32"))
+        average.update(np.int32(step))
+        age = max(step - round(start * 40), 0)
+        keep = 0.5 ** (1 / min(4.0, max(age / 10, 1e-3))) if age else 0.0
+        expected = keep * expected + (1 - keep) * np.sin(step)
+        assert float(np.asarray(average.variables[0])[0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_learning_rate_warms_up_and_falls_as_a_cosine():
+    settings = Settings(steps=1100, warm_up=100, learning_rate=2.0, final_learning_rate=0.1)
+    rate = optimizer_for(settings, [])._learning_rate
+    assert float(rate(50)) == pytest.approx(1.0)
+    assert float(rate(100)) == pytest.approx(2.0)
+    for step in (350, 600, 1100):
+        cosine = 0.5 * (1 + np.cos(np.pi * (step - 100) / 1000))
+        assert float(rate(step)) == pytest.approx(2.0 * (0.9 * cosine + 0.1), rel=1e-5)
+
+
+def test_norms_biases_and_embeddings_do_not_decay():
+    loss = micro.denoising()
+    optimizer = optimizer_for(replace(micro.SETTINGS, weight_decay=0.1), loss.trainable_variables)
+    optimizer.build(loss.trainable_variables)
+    decays = {id(v) for v in loss.trainable_variables if optimizer._use_weight_decay(v)}
+    for model in (loss.unet, loss.text_encoder):
+        for path, slot in layout.slots(model).items():
+            matrix = len(slot.variable.shape) > 1 and "embedding.weight" not in path
+            assert (id(slot.variable) in decays) == matrix, path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, r"steps is at least 1\. Received: 0"),
+        ({"batch_size": 6, "accumulate": 4}, r"accumulate divides batch_size\. Received: 6 / 4"),
+        ({"learning_rate": 0.0}, r"The learning rate is above 0\. Received: 0\.0"),
+        ({"warm_up": 12}, r"warm_up is below the number of steps, 12\. Received: 12"),
+        ({"precision": "int8"}, r"one of float32, mixed_bfloat16\. Received: int8"),
+        ({"averaging": Averaging(1.0)}, r"from 0 to below 1\. Received: 1\.0"),
+        ({"averaging": Averaging(0.0, 0.0)}, r"half-life is above 0 steps\. Received: 0\.0"),
+    ],
+)
+def test_settings_that_cannot_be_meant(change, message):
+    with pytest.raises(TrainingError, match=message):
+        replace(micro.SETTINGS, **change).check()
+
+
+# Runs
+
+
+@pytest.mark.backend
+def test_killed_run_equals_one_that_was_not(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.micro"]
+    subprocess.run([*command, str(whole)], check=True, env=environment)
+
+    process = subprocess.Popen([*command, str(killed), "0.3"], env=environment)
+    deadline = time.monotonic() + 300
+    while not (killed / STATE_FILE).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (killed / STATE_FILE).exists()
+    result = subprocess.run(
+        [*command, str(killed)], check=True, env=environment, capture_output=True, text=True
+    )
+    assert "resumed at step" in result.stdout
+    one, other = (load_file(folder / STATE_FILE) for folder in (whole, killed))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
+def test_state_of_other_settings_is_refused(tmp_path):
+    micro.run(tmp_path).train()
+    settings = replace(micro.SETTINGS, learning_rate=0.5)
+    with pytest.raises(TrainingError, match=r"belongs to a run with other settings\. Choose an"):
+        micro.run(tmp_path, settings).train()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    def batches(step):
+        batch = micro.latent_batch(micro.CONFIG, size=4)
+        return {**batch, "latents": batch["latents"] * np.float32(np.nan)}
+
+    run = Run(micro.denoising(), batches, micro.SETTINGS, tmp_path, report=lambda text: None)
+    with pytest.raises(TrainingError, match=r"The loss is nan at step 4\. Lower the learning rate"):
+        run.train()
+
+
+def test_averaged_weights_are_put_back_after_a_sample(tmp_path):
+    seen = []
+    run = micro.run(tmp_path, replace(micro.SETTINGS, sample_every=4))
+    bias = run.loss.unet.conv_out.bias
+    place = [v is bias for v in run.average.followed].index(True)
+    run.sample = lambda step: seen.append((np.array(bias), np.array(run.average.variables[place])))
+    run.train()
+    assert len(seen) == 3
+    for averaged, last in seen:  # exchanged while the sample is drawn
+        assert not np.array_equal(averaged, last)
+    np.testing.assert_array_equal(np.array(bias), seen[-1][0])  # in the end they stay in place
+
+
+def test_several_devices_train_as_one(tmp_path):
+    results = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        environment = {
+            **os.environ,
+            "KERAS_BACKEND": "jax",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "tests.micro", str(folder)]
+        result = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE)
+        assert f"{count} devices" in result.stdout.decode()
+        results.append(load_file(folder / STATE_FILE))
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)

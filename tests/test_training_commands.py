@@ -1,0 +1,156 @@
+"""The commands of `python -m sd_tf.training`, small and whole."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd_tf.training import evaluate, tiny, world
+from sd_tf.training.__main__ import main
+from sd_tf.training.evaluate import GROUPS, Options
+from sd_tf.training.settings import TrainingError
+from sd_tf.weights import open_checkpoint
+from tests import micro
+
+OPTIONS = Options(prompts=20)
+
+
+class Artist:
+    """In place of a pipeline: draws what `paint` makes of the prompt's own request."""
+
+    def __init__(self, paint):
+        self.paint = paint
+        self.manifest = SimpleNamespace(
+            height=64, width=64, checkpoint="artist", default_sampler="ddim", components={}
+        )
+        self.asked = {
+            prompt: (ask, split, things)
+            for split, things in GROUPS.values()
+            for prompt, ask in world.prompts(OPTIONS.prompts, split, things)
+        }
+
+    def __call__(self, prompts, **_):
+        pictures = [self.paint(*self.asked[p]) if p in self.asked else blank() for p in prompts]
+        return SimpleNamespace(images=np.stack(pictures))
+
+
+def blank():
+    return np.zeros((64, 64, 3), "uint8")
+
+
+def obedient(ask, split, things):
+    """The first scene that has what is asked, drawn."""
+    wanted = {(t.shape, t.colour, t.size) for t in ask.things}
+    for index in range(10**6):
+        scene = world.sample_scene(index, 7, split, things)
+        if {(t.shape, t.colour, t.size) for t in scene.things} == wanted:
+            scene = replace(scene, background=ask.background)
+            if (scene.position, scene.relation) == (ask.position, ask.relation):
+                return world.draw(scene)
+    raise AssertionError(ask)
+
+
+def test_evaluation_of_true_scenes_and_of_nothing(tmp_path):
+    one = Artist(
+        lambda ask, split, things: obedient(ask, split, things) if things == 1 else blank()
+    )
+    content = evaluate.evaluate(one, OPTIONS, tmp_path, report=lambda text: None)
+    for name, (_, things) in GROUPS.items():
+        assert content["groups"][name]["all_right"] == (1.0 if things == 1 else 0.0), name
+        assert content["groups"][name]["pictures"] == OPTIONS.prompts
+    attributes = content["groups"]["one thing, seen"]["attributes"]
+    assert attributes.keys() == {"count", "shape", "colour", "size", "position", "background"}
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == content
+    right = np.asarray(Image.open(tmp_path / "one-thing-seen.png"))
+    wrong = np.asarray(Image.open(tmp_path / "two-things-seen.png"))
+    frame = np.array(evaluate.WRONG)
+    assert not (right == frame).all(-1).any()
+    assert (wrong == frame).all(-1).any()
+
+
+def test_evaluation_refuses(tmp_path):
+    artist = Artist(lambda *_: blank())
+    with pytest.raises(TrainingError, match=r"At least one prompt is needed\. Received: 0"):
+        evaluate.evaluate(artist, Options(prompts=0), tmp_path)
+    artist.manifest.width = 128
+    with pytest.raises(TrainingError, match=r"reads square pictures\. The export's are 128×64"):
+        evaluate.evaluate(artist, OPTIONS, tmp_path)
+
+
+def test_tiny_recipe_end_to_end(tmp_path):
+    """All stages, a few steps each; the checkpoint it leaves is exported and evaluated."""
+    few = {"steps": 4, "warm_up": 1, "log_every": 2, "save_every": 2, "sample_every": 2}
+    recipe = tiny.Recipe(
+        micro.CONFIG,
+        scenes=12,
+        autoencoder=replace(tiny.TINY.autoencoder, **few),
+        denoiser=replace(tiny.TINY.denoiser, **few, batch_size=4),
+    )
+    said = []
+    folder = tiny.train(recipe, tmp_path / "run", said.append)
+    assert (tmp_path / "run" / "denoiser" / "000004.png").is_file()
+    assert any(line.startswith("step 4/4: loss") and "min left" in line for line in said)
+    checkpoint = open_checkpoint(folder)
+    assert {t.dtype for t in checkpoint.tensors("unet").values()} == {"float16"}
+    latents = np.load(tmp_path / "run" / "autoencoder" / "latents.npy").astype("float32")
+    assert latents.std() * checkpoint.config.vae.scaling_factor == pytest.approx(1.0, abs=1e-2)
+
+    again = []
+    tiny.train(recipe, tmp_path / "run", again.append)
+    assert sum(line.startswith("resumed at step 4") for line in again) == 2
+    assert not any(line.startswith("step ") for line in again)
+
+
+@pytest.fixture
+def captioned(tmp_path):
+    """Six pictures, one of them broken."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for index in range(6):
+        picture, caption = world.example(index)
+        Image.fromarray(picture).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(caption)
+    (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:60])
+    return folder
+
+
+def tune(folder, data, *more):
+    return main(
+        f"text_to_image --checkpoint {folder} --data {data} --out {data}-run --steps 4 "
+        f"--batch_size 2 --warm_up 1 --log_every 2 --sample_every 4 --size 16".split()
+        + list(more)
+    )
+
+
+def test_text_to_image(tmp_path, captioned, small_pipelines, capsys):
+    _, folder = small_pipelines("sd1")
+    assert tune(folder, captioned) == 1
+    assert "3.png: the picture is damaged" in capsys.readouterr().err
+    assert tune(folder, captioned, "--on_error", "skip") == 0
+    out = capsys.readouterr().out
+    assert "5 examples, 1 skipped" in out
+    assert "skipped " in out and "3.png: the picture is damaged" in out
+    run = tmp_path / "data-run"
+    assert (run / "000004.png").is_file()
+    before, after = open_checkpoint(folder), open_checkpoint(run / "checkpoint")
+    assert after.config == before.config
+
+    def same(component, name):
+        return np.array_equal(
+            before.tensors(component)[name].read(), after.tensors(component)[name].read()
+        )
+
+    assert same("vae", "decoder.conv_in.weight")
+    assert same("text_encoder", "text_model.final_layer_norm.weight")  # not trained by default
+    assert not same("unet", "conv_in.weight")
+
+
+def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
+    _, folder = small_pipelines("sdxl-base")
+    assert tune(folder, "world:4") == 1
+    assert "with one text encoder and no further inputs" in capsys.readouterr().err
+    assert tune(tmp_path / "absent", captioned) == 1
+    assert "No such file or folder" in capsys.readouterr().err
