@@ -42,6 +42,8 @@ SETTINGS = Settings(
     averaging=Averaging(half_life=3.0),
     log_every=4,
     save_every=4,
+    # Compiling takes longer than these few steps; the runs in processes of their own do it.
+    jit_compile=keras.backend.backend() == "jax",
 )
 
 
@@ -103,4 +105,5 @@ if __name__ == "__main__":
         if devices > 1:
             keras.distribution.set_distribution(keras.distribution.DataParallel())
     print(devices, "devices")
-    run(Path(sys.argv[1]), pause=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0).train()
+    compiled = replace(SETTINGS, jit_compile=True)
+    run(Path(sys.argv[1]), compiled, pause=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0).train()

@@ -108,7 +108,7 @@ def test_accumulation_is_the_whole_batch():
     batch = micro.latent_batch(micro.CONFIG, size=4)
     results = []
     for accumulate in (1, 2, 4):
-        settings = replace(micro.SETTINGS, accumulate=accumulate)
+        settings = replace(micro.SETTINGS, accumulate=accumulate, jit_compile=True)
         loss = micro.denoising()
         optimizer = optimizer_for(settings, loss.trainable_variables)
         run = compiled_step(loss, optimizer, None, settings)

@@ -63,7 +63,7 @@ def test_evaluation_of_true_scenes_and_of_nothing(tmp_path):
         assert content["groups"][name]["pictures"] == OPTIONS.prompts
     attributes = content["groups"]["one thing, seen"]["attributes"]
     assert attributes.keys() == {"count", "shape", "colour", "size", "position", "background"}
-    assert json.loads((tmp_path / "evaluation.json").read_text()) == content
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == json.loads(json.dumps(content))
     right = np.asarray(Image.open(tmp_path / "one-thing-seen.png"))
     wrong = np.asarray(Image.open(tmp_path / "two-things-seen.png"))
     frame = np.array(evaluate.WRONG)

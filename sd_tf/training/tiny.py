@@ -50,7 +50,7 @@ TINY = Recipe(
         sample_every=800,
     ),
     denoiser=Settings(
-        steps=9_000,
+        steps=8_000,
         batch_size=32,
         learning_rate=1e-3,
         warm_up=300,

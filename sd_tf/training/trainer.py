@@ -3,8 +3,9 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,53 +68,39 @@ class Run:
 
     def train(self) -> None:
         """Leaves the averaged weights, where there are any, in the models."""
-        first = self.resume()
-        board = Board(self.folder / BOARD_FOLDER)
-        log = (self.folder / LOG_FILE).open("a", encoding="utf-8")
-        start = since = time.perf_counter()
-        seen = []
-        with log, ThreadPoolExecutor(1) as ahead:
-            pending = ahead.submit(self.batches, first) if first < self.settings.steps else None
-            for step in range(first, self.settings.steps):
-                batch = pending.result()
-                if step + 1 < self.settings.steps:
-                    pending = ahead.submit(self.batches, step + 1)
-                seen.append(self.run_step(batch))
-                done = step + 1
-                if done % self.settings.log_every == 0 or done == self.settings.steps:
-                    figures = {k: float(np.mean([f[k] for f in seen])) for k in seen[0]}
-                    if not np.isfinite(figures["loss"]):
-                        raise TrainingError(
-                            f"The loss is {figures['loss']} at step {done}. Lower the learning "
-                            f"rate; the last checkpoint is in {self.folder}."
-                        )
-                    now = time.perf_counter()
-                    figures["examples_per_second"] = (
-                        len(seen) * self.settings.batch_size / (now - since)
-                    )
-                    seen, since = [], now
-                    left = (now - start) / (done - first) * (self.settings.steps - done)
-                    self._tell(done, figures, left)
-                    print(json.dumps({"step": done, **figures}), file=log, flush=True)
-                    board.write(done, figures)
-                if done % self.settings.save_every == 0 or done == self.settings.steps:
+        first, last = self.resume(), self.settings.steps
+        with Progress(self.folder, self.settings, first, self.report) as progress:
+            for done, batch in enumerate(self._prefetched(first, last), start=first + 1):
+                progress.add(self.run_step(batch))
+                if done % self.settings.log_every == 0 or done == last:
+                    progress.tell(done)
+                if done % self.settings.save_every == 0 or done == last:
                     self.save(done)
                 every = self.settings.sample_every
                 if self.sample is not None and every and done % every == 0:
                     with self.averaged():
                         self.sample(done)
-                    since = time.perf_counter()
-        if self.average is not None:
-            self._exchange()
+                    progress.skip()
+        self._exchange()
 
-    def _tell(self, done, figures, left):
-        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        self.report(f"step {done}/{self.settings.steps}: {text}, {left / 60:.1f} min left")
+    def _prefetched(self, first: int, last: int) -> Iterator[Batch]:
+        """The batches of steps [first, last), one ahead of its use."""
+        with ThreadPoolExecutor(1) as ahead:
+            pending = ahead.submit(self.batches, first) if first < last else None
+            for step in range(first, last):
+                batch = pending.result()
+                pending = ahead.submit(self.batches, step + 1) if step + 1 < last else None
+                yield batch
 
     # Averaged weights in place of the last ones
 
+    @contextmanager
     def averaged(self):
-        return _Averaged(self)
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
 
     def _exchange(self):
         if self.average is None:
@@ -162,15 +149,45 @@ class Run:
         return step
 
 
-class _Averaged:
-    def __init__(self, run: Run):
-        self.run = run
+class Progress:
+    """The figures of a run: means since the last line, on the screen, in a log, in TensorBoard."""
+
+    def __init__(self, folder: Path, settings: Settings, first: int, report: Report):
+        self.folder, self.settings, self.first, self.report = folder, settings, first, report
+        self.seen = []
 
     def __enter__(self):
-        self.run._exchange()
+        self.board = Board(self.folder / BOARD_FOLDER)
+        self.log = (self.folder / LOG_FILE).open("a", encoding="utf-8")
+        self.start = self.since = time.perf_counter()
+        return self
 
     def __exit__(self, *_):
-        self.run._exchange()
+        self.log.close()
+
+    def add(self, figures: dict) -> None:
+        self.seen.append(figures)
+
+    def skip(self) -> None:
+        """What was done since the last line was not training."""
+        self.since = time.perf_counter()
+
+    def tell(self, done: int) -> None:
+        figures = {k: float(np.mean([f[k] for f in self.seen])) for k in self.seen[0]}
+        if not np.isfinite(figures["loss"]):
+            raise TrainingError(
+                f"The loss is {figures['loss']} at step {done}. Lower the learning rate; the last "
+                f"checkpoint is in {self.folder}."
+            )
+        now, steps = time.perf_counter(), self.settings.steps
+        examples = len(self.seen) * self.settings.batch_size
+        figures["examples_per_second"] = examples / (now - self.since)
+        self.seen, self.since = [], now
+        left = (now - self.start) / (done - self.first) * (steps - done)
+        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        self.report(f"step {done}/{steps}: {text}, {left / 60:.1f} min left")
+        print(json.dumps({"step": done, **figures}), file=self.log, flush=True)
+        self.board.write(done, figures)
 
 
 class Board:
