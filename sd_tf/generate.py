@@ -6,13 +6,16 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from sd_tf.chain import DEFAULT_GUIDANCE, DEFAULT_STEPS, Chain
 from sd_tf.config import ConfigError
 from sd_tf.manifest import ExportError
 
@@ -36,6 +39,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m sd_tf.generate",
         description="Make pictures with an export; each PNG holds its own parameters.",
     )
+    add_arguments(parser)
+    parser.add_argument("--compile_cache", help="folder where XLA keeps compiled code")
+    options = parser.parse_args(argv)
+    if message := misused(options):
+        parser.error(message)
+    return options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to draw and where to put it, wherever the models run."""
     parser.add_argument("prompt", nargs="*", help="one picture for each prompt (times --count)")
     parser.add_argument("--export_dir", required=True, help="what serialize_savedmodels.py wrote")
     parser.add_argument("--out", default="out", help="folder for the pictures (default: out)")
@@ -49,19 +62,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mask", help="where to paint (white), for inpainting checkpoints")
     parser.add_argument("--strength", type=float, help="how far to leave the image, above 0 to 1")
     parser.add_argument("--from_png", help="repeat the picture in this file; options override it")
-    parser.add_argument("--compile_cache", help="folder where XLA keeps compiled code")
     parser.add_argument("--nojit_compile", action="store_true", help="run without XLA")
-    options = parser.parse_args(argv)
+
+
+def misused(options: argparse.Namespace) -> str | None:
     if not options.prompt and not options.from_png:
-        parser.error("give a prompt, or --from_png")
+        return "give a prompt, or --from_png"
     if options.count < 1:
-        parser.error(f"--count is at least 1. Received: {options.count}")
-    return options
+        return f"--count is at least 1. Received: {options.count}"
+    return None
 
 
-def run(options: argparse.Namespace) -> int:
-    from sd_tf.pipeline import DEFAULT_GUIDANCE, DEFAULT_STEPS, Pipeline
+@dataclass(frozen=True)
+class Wanted:
+    """What the options ask for, in the words of a chain's call."""
 
+    prompts: list[str]
+    parameters: dict[str, Any]  # those that a PNG tells about itself
+    pictures: dict[str, Any]  # image, mask, strength
+
+
+def read_wanted(options: argparse.Namespace) -> Wanted:
     parameters, needed = read_parameters(options.from_png) if options.from_png else ({}, [])
     if missing := [name for name in needed if getattr(options, name) is None]:
         raise ValueError(
@@ -80,28 +101,39 @@ def run(options: argparse.Namespace) -> int:
             pictures[name] = Image.open(getattr(options, name))
     if options.strength is not None:
         pictures["strength"] = options.strength
+    return Wanted(prompts, parameters, pictures)
 
+
+def run(options: argparse.Namespace) -> int:
+    from sd_tf.pipeline import Pipeline
+
+    wanted = read_wanted(options)
     pipe = Pipeline.load(
         options.export_dir,
         jit_compile=not options.nojit_compile,
         compile_cache=options.compile_cache,
     )
     print(f"loaded {options.export_dir} in {pipe.load_seconds:.1f} s", flush=True)
-    batches = math.ceil(len(prompts) / pipe.manifest.batch_size)
-    result = pipe(prompts, **parameters, **pictures, callback=Bar(batches))
+    draw(pipe, wanted, Path(options.out))
+    return 0
 
-    folder = Path(options.out)
+
+def draw(chain: Chain, wanted: Wanted, folder: Path, progress: bool = True) -> None:
+    """Make the pictures, save each with its parameters, print where they are."""
+    batches = math.ceil(len(wanted.prompts) / chain.manifest.batch_size)
+    bar = Bar(batches) if progress else None
+    result = chain(wanted.prompts, **wanted.parameters, **wanted.pictures, callback=bar)
     folder.mkdir(parents=True, exist_ok=True)
-    for prompt, seed, image in zip(prompts, result.seeds, result.pil(), strict=True):
+    for prompt, seed, image in zip(wanted.prompts, result.seeds, result.pil(), strict=True):
         content = {
             "prompt": prompt,
             "num_steps": DEFAULT_STEPS,
             "guidance_scale": DEFAULT_GUIDANCE,
-            "scheduler": pipe.manifest.default_sampler,
-            **parameters,
+            "scheduler": chain.manifest.default_sampler,
+            **wanted.parameters,
             "seed": seed,
-            "pictures": sorted(pictures),
-            "checkpoint": pipe.manifest.checkpoint,
+            "pictures": sorted(wanted.pictures),
+            "checkpoint": chain.manifest.checkpoint,
         }
         path = folder / f"{seed}.png"
         number = 1
@@ -112,12 +144,10 @@ def run(options: argparse.Namespace) -> int:
         information.add_itxt(METADATA, json.dumps(content, ensure_ascii=False))
         image.save(path, pnginfo=information)
         print(path)
-    if len(prompts) > 1:
+    if len(wanted.prompts) > 1:
         contact_sheet(result.images).save(folder / CONTACT_SHEET)
         print(folder / CONTACT_SHEET)
-    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.timings.items())
-    print(stages)
-    return 0
+    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.timings.items()))
 
 
 def read_parameters(path: str) -> tuple[dict, list[str]]:

@@ -147,6 +147,13 @@ def test_steps_outside_the_table_are_refused_in_the_graph(exported):
             signatures["begin"](
                 **inputs, num_steps=tf.constant(num_steps), scheduler=tf.constant(scheduler)
             )
+    inputs |= {"image_latent": inputs["noise"], "scheduler": tf.constant(0)}
+    for start, message in (
+        (-1, "start must not be before first"),
+        (4, "below the number of model calls"),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            signatures["begin_image"](**inputs, num_steps=tf.constant(4), start=tf.constant(start))
 
 
 CALLS = """

@@ -21,8 +21,10 @@ ALLOWED = {
     "sampling": {"config"},
     "manifest": set(),
     "export": {"config", "sampling", "manifest", "weights"},
-    "pipeline": {"config", "tokenizer", "sampling", "manifest"},
-    "generate": {"config", "manifest", "pipeline"},
+    "chain": {"tokenizer", "sampling", "manifest"},
+    "pipeline": {"chain", "manifest"},
+    "generate": {"chain", "config", "manifest", "pipeline"},
+    "serving": {"chain", "config", "tokenizer", "manifest", "pipeline", "generate"},
     "bench": {"config", "tokenizer", "manifest", "pipeline"},
     "training": {
         "config",

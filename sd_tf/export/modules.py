@@ -239,7 +239,7 @@ class DiffusionModel(Component):
             signal, sigma = tf.gather(tables.signals, row), tf.gather(tables.sigmas, row)
             return {"latent": signal * image_latent + sigma * noise}
 
-        def check(num_steps, scheduler=default_sampler, **_):
+        def check(num_steps, scheduler=default_sampler, first=0, start=0, **_):
             count = len(SAMPLERS)
             valid = [
                 tf.debugging.assert_less(
@@ -255,8 +255,15 @@ class DiffusionModel(Component):
             ]
             with tf.control_dependencies(valid):
                 calls = tf.gather_nd(tables.calls, place(scheduler, num_steps))
-            message = "this scheduler has no such num_steps"
-            return [*valid, tf.debugging.assert_positive(calls, message)]
+            return [
+                *valid,
+                tf.debugging.assert_positive(calls, "this scheduler has no such num_steps"),
+                tf.debugging.assert_non_negative(first, "first must not be negative"),
+                tf.debugging.assert_less_equal(first, start, "start must not be before first"),
+                tf.debugging.assert_less(
+                    start, calls, "start must be below the number of model calls"
+                ),
+            ]
 
         steps_of = {"scheduler": scalar, "num_steps": scalar}
         self.endpoint("serving_default", default, call, check=check)

@@ -1,0 +1,97 @@
+"""`python -m sd_tf.serving tf_serving`: write a serving folder, or check one."""
+
+import argparse
+import dataclasses
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+from sd_tf.serving.tf_serving import ServingError
+from sd_tf.serving.tf_serving.folder import DEFAULT_TAG, DEVICES, SETTINGS, Settings
+
+EPILOG = """\
+Without --export_dir, --out and --version give the versions of a folder new labels: a canary becomes
+stable. Settings that are not given stay as the folder was written.
+"""
+WRITING = ("export_dir", "out", "version", "canary_version", "name_prefix", "device", "image_tag")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("--export_dir", type=Path, help="what serialize_savedmodels.py wrote")
+    parser.add_argument("--out", type=Path, help="the serving folder, new or to be added to")
+    parser.add_argument("--version", type=int, help="the number of this version (default: 1)")
+    parser.add_argument(
+        "--canary_version",
+        type=int,
+        help="the version to be labelled canary; if it is this one, the stable one stays",
+    )
+    parser.add_argument("--name_prefix", help="of the models' names: PREFIX_decoder")
+    parser.add_argument("--device", choices=DEVICES, help="(default: gpu)")
+    parser.add_argument("--image_tag", help=f"of tensorflow/serving (default: {DEFAULT_TAG})")
+    parser.add_argument("--no_xla", action="store_true", help="serve the plain_ signatures")
+    parser.add_argument("--check", type=Path, metavar="FOLDER", help="list what would fail")
+    parser.add_argument(
+        "--replay", action="store_true", help="with --check: also run the warm-up requests"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    given = [name for name in WRITING if getattr(options, name) is not None]
+    given += ["no_xla"] if options.no_xla else []
+    if options.check is not None:
+        if given:
+            raise ServingError(
+                f"--check only reads. Received also: {', '.join('--' + name for name in given)}"
+            )
+        return _check(options.check, options.replay)
+    if options.replay:
+        raise ServingError("--replay goes with --check.")
+    if options.out is None:
+        raise ServingError("Give --out, the folder to write, or --check, a folder to read.")
+    if options.export_dir is None and options.version is None:
+        raise ServingError(
+            "Give --export_dir for a new version, or --version, which then becomes stable."
+        )
+    return _publish(options)
+
+
+def _publish(options: argparse.Namespace) -> int:
+    publish = _module("publish").publish
+    before = Settings()
+    if (options.out / SETTINGS).is_file():
+        before = Settings.read(options.out)
+    changes = {
+        name: getattr(options, name)
+        for name in ("device", "image_tag", "name_prefix")
+        if getattr(options, name) is not None
+    }
+    if options.no_xla:
+        changes["xla"] = False
+    settings = dataclasses.replace(before, **changes)
+    version = 1 if options.version is None else options.version
+    labels = publish(options.export_dir, options.out, version, options.canary_version, settings)
+    canary = "" if labels.canary is None else f", canary: {labels.canary}"
+    print(f"{options.out}: stable: {labels.stable}{canary}; {settings.image}. See its README.md.")
+    return 0
+
+
+def _check(folder: Path, replay: bool) -> int:
+    findings = _module("check").check(folder, replay)
+    for finding in findings:
+        print(finding)
+    print(f"{folder}: {len(findings) or 'nothing'} would fail")
+    return 1 if findings else 0
+
+
+def _module(name: str) -> ModuleType:
+    """What needs the server's protos."""
+    try:
+        return importlib.import_module(f"sd_tf.serving.tf_serving.{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("tensorflow_serving"):
+            raise
+        raise ServingError(
+            "The server's protos are missing: pip install 'sd_tf[serve]', or "
+            "tensorflow-serving-api of TensorFlow's version."
+        ) from error

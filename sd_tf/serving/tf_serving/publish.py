@@ -1,0 +1,284 @@
+"""Writing a serving folder, and adding versions to one."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from sd_tf.manifest import FILE_NAME, VERSION_FOLDER, Manifest
+from sd_tf.serving.tf_serving import ServingError, configs, signatures, templates, warmup
+from sd_tf.serving.tf_serving.configs import CANARY, STABLE, Model
+from sd_tf.serving.tf_serving.deployment import (
+    CONFIG_POLL_SECONDS,
+    GRPC_PORT,
+    REST_PORT,
+    REST_TIMEOUT_SECONDS,
+    Deployment,
+    weights,
+)
+from sd_tf.serving.tf_serving.folder import (
+    BATCHING_CONFIG,
+    BATCHING_PARAMETERS,
+    CLIENT,
+    COMPOSE,
+    KUBERNETES,
+    MODELS,
+    MODELS_CONFIG,
+    MONITORING_CONFIG,
+    README,
+    SETTINGS,
+    Settings,
+    components,
+    replace_text,
+    versions,
+)
+
+
+@dataclass(frozen=True)
+class Labels:
+    stable: int
+    canary: int | None
+
+
+def publish(
+    export: Path | None, out: Path, version: int, canary: int | None, settings: Settings
+) -> Labels:
+    """Add a version to a folder, new or not; without an export, give its versions new labels.
+
+    The version becomes stable, unless it is the canary: then what was stable stays so. Its
+    SavedModels are complete before anything names them.
+    """
+    settings.check()
+    for name, number in (("version", version), ("canary_version", canary)):
+        if number is not None and number < 1:
+            raise ServingError(f"--{name} is a number from 1. Received: {number}")
+    _check_target(out, settings, new=export is not None)
+    manifest = None
+    if export is not None:
+        manifest = Manifest.read(export)
+        manifest.check_files(export)
+    there = _complete_versions(out)
+    if export is not None and version in there:
+        raise ServingError(
+            f"{out} has a version {version}, and a server that knows it would not look again. "
+            f"Choose another --version; to label this one anew, leave out --export_dir."
+        )
+    labels = _labels(out, version, canary, {*there, version} if export is not None else there)
+    if manifest is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        settings.write(out)
+        _add_version(export, out, version, manifest, settings)
+    write_configs(out, labels, settings)
+    return labels
+
+
+def _check_target(out: Path, settings: Settings, new: bool) -> None:
+    if not (out / SETTINGS).is_file():
+        if not new:
+            raise ServingError(f"{out} is not a serving folder. Give --export_dir to make one.")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ServingError(
+                f"{out} exists and is not a serving folder, so it is left alone. Choose another "
+                f"--out."
+            )
+        return
+    before = Settings.read(out)
+    for name in ("name_prefix", "xla"):
+        old, given = getattr(before, name), getattr(settings, name)
+        if old != given:
+            raise ServingError(
+                f"All versions in a folder share one server: {out} was written with {name} {old}. "
+                f"Received: {given}. Give the same, or another --out."
+            )
+
+
+def _complete_versions(out: Path) -> set[int]:
+    """The client's part is put in place last."""
+    folder = out / CLIENT
+    return {int(path.name) for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _labels(out: Path, version: int, canary: int | None, there: set[int]) -> Labels:
+    stable = version
+    if canary == version:
+        stable = _stable(out)
+        if stable is None:
+            raise ServingError(
+                f"A canary is tried beside a stable version, and {out} has none. Write the first "
+                f"version without --canary_version."
+            )
+        if stable == canary:
+            raise ServingError(
+                f"Version {canary} is the stable one. Make another one stable first: leave out "
+                f"--export_dir, and give its --version."
+            )
+    for number in (stable, canary):
+        if number is not None and number not in there:
+            raise ServingError(
+                f"{out} has no version {number}. It has {', '.join(map(str, sorted(there)))}."
+            )
+    return Labels(stable, canary)
+
+
+def _stable(out: Path) -> int | None:
+    path = out / MODELS_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        config = configs.read_models_config(path.read_text(encoding="utf-8"))
+    except ServingError as error:
+        raise ServingError(
+            f"{path}: {error}. Label anew: leave out --export_dir, and give --version."
+        ) from error
+    found = {model.version_labels.get(STABLE) for model in config.model_config_list.config}
+    return max(found - {None, 0}, default=None)
+
+
+# A version's files
+
+
+def _add_version(export: Path, out: Path, version: int, manifest: Manifest, settings: Settings):
+    with _staging(out) as folder:
+        for component in manifest.components:
+            target = folder / MODELS / component
+            _link(export / component / VERSION_FOLDER, target)
+            warmup.write(
+                target, component, settings.model_name(component), export, manifest, settings.xla
+            )
+            graph = signatures.read(target)
+            batch = manifest.batch_size
+            if batch > 1 and configs.batching_problem(graph) is None:
+                text = configs.batching_parameters(batch)
+                (target / BATCHING_PARAMETERS).write_text(text, encoding="utf-8")
+        client = folder / CLIENT
+        client.mkdir()
+        shutil.copy2(export / FILE_NAME, client)
+        for place in manifest.tokenizers.values():
+            shutil.copytree(export / place, client / place, dirs_exist_ok=True)
+
+        moves = [
+            (folder / MODELS / component, out / MODELS / component / str(version))
+            for component in manifest.components
+        ]
+        for source, target in [*moves, (client, out / CLIENT / str(version))]:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():  # of a run that did not end
+                shutil.rmtree(target)
+            os.rename(source, target)
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix=".staging-", dir=out))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same files under another name where the file system can, else copies."""
+
+    def link(one, other):
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copy2(one, other)
+
+    shutil.copytree(source, target, copy_function=link)
+
+
+# What the server is told
+
+
+def write_configs(out: Path, labels: Labels, settings: Settings) -> None:
+    """Everything beside the models, from what lies in the folder. models.config comes last."""
+    models = []
+    for component in components(out):
+        there = versions(out, component)
+        given = {
+            label: number
+            for label, number in ((STABLE, labels.stable), (CANARY, labels.canary))
+            if number in there
+        }
+        if given:
+            models.append(Model(component, given))
+    served = [
+        out / MODELS / model.component / str(version)
+        for model in models
+        for version in set(model.labels.values())
+    ]
+    deployment = Deployment(
+        settings,
+        batching=any((folder / BATCHING_PARAMETERS).is_file() for folder in served),
+        probed=settings.model_name(models[0].component),
+        weights=sum(map(weights, served)),
+    )
+    settings.write(out)
+    replace_text(out / MONITORING_CONFIG, configs.monitoring_config())
+    if deployment.batching:
+        replace_text(out / BATCHING_CONFIG, configs.batching_config())
+    else:
+        (out / BATCHING_CONFIG).unlink(missing_ok=True)
+    replace_text(out / COMPOSE, deployment.compose())
+    replace_text(out / KUBERNETES, deployment.kubernetes())
+    replace_text(out / README, _readme(out, models, labels, deployment))
+    replace_text(out / MODELS_CONFIG, configs.models_config(models, settings))
+
+
+def _readme(out: Path, models: list[Model], labels: Labels, deployment: Deployment) -> str:
+    settings = deployment.settings
+    manifest = Manifest.read(out / CLIENT / str(labels.stable))
+    rows, batched = [], []
+    for model in models:
+        newest = out / MODELS / model.component / str(max(model.labels.values()))
+        names = warmup.wanted(signatures.names(signatures.read(newest)), settings.xla)
+        cells = (
+            f"`{settings.model_name(model.component)}`",
+            str(model.labels.get(STABLE, "–")),
+            str(model.labels.get(CANARY, "–")),
+            ", ".join(f"`{name}`" for name in names),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+        if (newest / BATCHING_PARAMETERS).is_file():
+            batched.append(f"`{settings.model_name(model.component)}`")
+    batch = manifest.batch_size
+    several = {"batched": " and ".join(batched), "batch": batch, "timeout": _BATCH_TIMEOUT}
+    return Template(templates.README).substitute(
+        title=f"{settings.model_name('sd_tf')} for TensorFlow Serving",
+        sd_tf=manifest.versions["sd_tf"],
+        image=f"`{settings.image}`",
+        summary=(
+            f"Version {labels.stable}: {manifest.family}, {batch} × {manifest.height}×"
+            f"{manifest.width} px, {manifest.precision}, up to {manifest.max_steps} steps, "
+            f"exported\nby TensorFlow {manifest.versions['tensorflow']}."
+        ),
+        table="\n".join(rows),
+        toolkit=" and NVIDIA's container toolkit" if settings.device == "gpu" else "",
+        batch=batch,
+        plural="" if batch == 1 else "s",
+        plain="" if settings.xla else templates.PLAIN,
+        xla=templates.XLA if settings.xla else templates.NO_XLA,
+        batching=Template(templates.BATCHED if batched else templates.NOT_BATCHED).substitute(
+            several
+        ),
+        name=deployment.name,
+        probed=deployment.probed,
+        weights=f"{deployment.weights / 1e9:.1f} GB",
+        metrics=configs.METRICS_PATH,
+        grpc=GRPC_PORT,
+        rest=REST_PORT,
+        timeout=REST_TIMEOUT_SECONDS,
+        poll=CONFIG_POLL_SECONDS,
+        **{
+            name: settings.model_name(name)
+            for name in ("text_encoder", "diffusion_model", "decoder")
+        },
+    )
+
+
+_BATCH_TIMEOUT = f"{configs.BATCH_TIMEOUT_MICROS / 1000:g} ms"

@@ -1,0 +1,91 @@
+"""What a SavedModel's signatures are, read from its protobuf: nothing is loaded or run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from tensorflow.core.framework import types_pb2
+from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
+
+from sd_tf.serving.tf_serving import ServingError
+from sd_tf.serving.tf_serving.folder import SAVED_MODEL
+
+PLAIN = "plain_"  # the prefix of a signature that is not compiled, beside one that is
+SERVE = "serve"
+INTERNAL = "__saved_model_"
+COMPILED = "_XlaMustCompile"
+
+
+def read(folder: Path) -> meta_graph_pb2.MetaGraphDef:
+    """The graph that the server would load."""
+    path = folder / SAVED_MODEL
+    content = saved_model_pb2.SavedModel()
+    try:
+        content.ParseFromString(path.read_bytes())
+    except DecodeError as error:
+        raise ServingError(f"{path} is damaged: {error}. Copy or export it again.") from error
+    for graph in content.meta_graphs:
+        if set(graph.meta_info_def.tags) == {SERVE}:
+            return graph
+    found = [list(graph.meta_info_def.tags) for graph in content.meta_graphs]
+    raise ServingError(f"{path} has no graph with the tag {SERVE!r}, but {found}. Export it again.")
+
+
+def names(graph: meta_graph_pb2.MetaGraphDef) -> list[str]:
+    return sorted(name for name in graph.signature_def if not name.startswith(INTERNAL))
+
+
+def shape(tensor: meta_graph_pb2.TensorInfo) -> tuple[int, ...] | None:
+    """-1 stands for any size; None where the rank is not known."""
+    if tensor.tensor_shape.unknown_rank:
+        return None
+    return tuple(dim.size for dim in tensor.tensor_shape.dim)
+
+
+def describe(tensor: meta_graph_pb2.TensorInfo) -> str:
+    return f"{types_pb2.DataType.Name(tensor.dtype)[3:].lower()} {shape(tensor)}"
+
+
+def compiled(graph: meta_graph_pb2.MetaGraphDef) -> set[str]:
+    """The signatures that call, somewhere below, a function which XLA has to compile."""
+    library = {f.signature.name: f for f in graph.graph_def.library.function}
+    nodes = {node.name: node for node in graph.graph_def.node}
+    known: dict[str, bool] = {}
+
+    def compiles(name: str) -> bool:
+        if name not in known:
+            known[name] = False  # a function that calls itself adds nothing
+            function = library.get(name)
+            known[name] = function is not None and (
+                function.attr[COMPILED].b or any(map(compiles, _called(function.node_def, library)))
+            )
+        return known[name]
+
+    result = set()
+    for name in names(graph):
+        outputs = graph.signature_def[name].outputs.values()
+        sources = [nodes[tensor.name.partition(":")[0]] for tensor in outputs]
+        if any(map(compiles, _called(sources, library))):
+            result.add(name)
+    return result
+
+
+def operations(graph: meta_graph_pb2.MetaGraphDef) -> set[str]:
+    """Every kind of op in the graph and its functions, calls of functions apart."""
+    library = graph.graph_def.library.function
+    functions = {function.signature.name for function in library}
+    found = {node.op for node in graph.graph_def.node}
+    for function in library:
+        found |= {node.op for node in function.node_def}
+    return found - functions
+
+
+def _called(nodes, library) -> Iterator[str]:
+    for node in nodes:
+        if node.op in library:
+            yield node.op
+        for value in node.attr.values():
+            if value.HasField("func"):
+                yield value.func.name
+            for function in value.list.func:
+                yield function.name

@@ -1,0 +1,259 @@
+"""The texts of what starts and explains the server, for string.Template."""
+
+COMPOSE = """\
+# docker compose up -d    (from this folder; the first start compiles, see README.md)
+services:
+  tf_serving:
+    image: $image
+    command:
+$flags\
+$environment\
+    ports:
+      - "$grpc:$grpc" # gRPC
+      - "$rest:$rest" # REST, and metrics
+    volumes:
+      - ./$models:$mounted_models:ro
+      - .:$mounted:ro # as a folder: a file mounted alone would not follow its replacement
+$cache\
+    # The ports open once every model is loaded and warmed up. The image has bash, but no curl.
+    healthcheck:
+      test:
+        - CMD
+        - bash
+        - -c
+        - >-
+          exec 3<>/dev/tcp/127.0.0.1/$rest &&
+          printf 'GET /v1/models/$probed HTTP/1.0\\r\\n\\r\\n' >&3 &&
+          grep -q AVAILABLE <&3
+      interval: 15s
+      timeout: 10s
+      retries: 4
+      start_period: ${minutes}m
+    restart: unless-stopped
+$device\
+$volumes\
+"""
+
+COMPOSE_GPU = """\
+    deploy:
+      resources:
+        reservations:
+          devices:
+            - driver: nvidia
+              count: 1
+              capabilities: [gpu]
+"""
+
+KUBERNETES = """\
+# kubectl apply -f kubernetes.yaml
+#
+# The models lie in a volume, not in the image: they are gigabytes, and a new version is a copy of
+# files and a new models.config, which the server reads again by itself, not a new image. Copy this
+# whole folder to the volume's root.
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: $name-folder
+spec:
+  # For more than one node. Where no storage class of yours offers it: ReadWriteOnce, one node.
+  accessModes: [ReadWriteMany]
+  resources:
+    requests:
+      storage: ${storage}Gi
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: $name
+  labels: { app: $name }
+spec:
+  replicas: 1
+  selector:
+    matchLabels: { app: $name }
+  strategy:
+    type: RollingUpdate
+    # The new pod first. Without room for it (a free GPU): maxSurge 0 and maxUnavailable 1.
+    rollingUpdate: { maxSurge: 1, maxUnavailable: 0 }
+  template:
+    metadata:
+      labels: { app: $name }
+      annotations:
+        prometheus.io/scrape: "true"
+        prometheus.io/port: "$rest"
+        prometheus.io/path: $metrics
+    spec:
+      terminationGracePeriodSeconds: 120 # for requests under way
+      containers:
+        - name: tf-serving
+          image: $image
+          args:
+$flags\
+$environment\
+          ports:
+            - { name: grpc, containerPort: $grpc }
+            - { name: rest, containerPort: $rest }
+          # The ports open once every model is loaded and warmed up, so that health is readiness.
+          # (gRPC probes: Kubernetes 1.24 and later.)
+          startupProbe:
+            grpc: { port: $grpc }
+            periodSeconds: 10
+            failureThreshold: $failures
+          readinessProbe:
+            grpc: { port: $grpc }
+            periodSeconds: 5
+            timeoutSeconds: 5
+          livenessProbe:
+            grpc: { port: $grpc }
+            periodSeconds: 20
+            timeoutSeconds: 10
+            failureThreshold: 6
+          resources:
+            requests:
+              cpu: "$cpus"
+              memory: ${memory}Gi
+            limits:
+$gpu\
+              memory: ${memory}Gi
+          securityContext:
+            allowPrivilegeEscalation: false
+          volumeMounts:
+            - { name: folder, mountPath: $mounted, readOnly: true }
+            - { name: folder, mountPath: $mounted_models, subPath: $models, readOnly: true }
+$cache\
+      volumes:
+        - name: folder
+          persistentVolumeClaim: { claimName: $name-folder }
+$cache_volume\
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: $name
+  labels: { app: $name }
+spec:
+  selector: { app: $name }
+  # gRPC keeps its connections: with several replicas, balance in the client or in a mesh.
+  ports:
+    - { name: grpc, port: $grpc, targetPort: grpc }
+    - { name: rest, port: $rest, targetPort: rest }
+"""
+
+KUBERNETES_CACHE_MOUNT = """\
+            - { name: xla-cache, mountPath: /var/cache/xla }
+"""
+
+KUBERNETES_CACHE_VOLUME = """\
+        # Survives a container's restart. A claim of your own in its place survives the pod.
+        - name: xla-cache
+          emptyDir: {}
+"""
+
+README = """\
+# $title
+
+Written by sd_tf $sd_tf for $image.
+$summary
+
+| model | stable | canary | signatures |
+|---|---|---|---|
+$table
+
+## Start
+
+Copy the folder as it is to the machine with Docker$toolkit, then:
+
+    docker compose up -d
+    docker compose logs -f        # until "Exporting HTTP/REST API"
+    curl localhost:$rest/v1/models/$probed
+
+On Kubernetes: `kubectl apply -f kubernetes.yaml`, and copy the folder to the root of the claim
+`$name-folder` through any pod that mounts it (`kubectl cp . POD:/folder`). `client/` can stay out.
+
+Before it: `python -m sd_tf.serving tf_serving --check FOLDER` reads the folder as the server
+does, and lists what would fail.
+
+## Call
+
+gRPC on $grpc, REST on $rest, metrics for Prometheus at
+`http://HOST:$rest$metrics`. A picture is three calls:
+`$text_encoder` → `$diffusion_model` → `$decoder`. What a client needs beside the server (the
+tokenizer, and `pipeline.json`: sizes, schedulers, steps) is in `client/<version>/`.
+
+    curl -d '{"signature_name": "serving_default", "inputs": {"tokens": [[49406, ..., 49407]]}}' \\
+        localhost:$rest/v1/models/$text_encoder/labels/stable:predict
+
+- Send `inputs`, not `instances`: the inputs of a call have no common first dimension.
+- Prefer gRPC: JSON makes a context or a latent several times larger. The Python client refuses
+  answers above 4 MB unless told otherwise (`grpc.max_receive_message_length`).
+- `image_bytes`, of the decoder's `png`, comes back as `{"b64": ...}` over REST.
+- Every call computes $batch image$plural: batch, size and precision were fixed at export. Steps,
+  guidance, seeds, scheduler and prompts are inputs and never compile again.
+$plain
+## What warm-up does
+
+Each version brings recorded requests (`assets.extra/tf_serving_warmup_requests`), one for each
+signature of the table. The server runs them before the version becomes available and before it
+opens its ports, so that no client waits for a compilation. Tokens are those of a real prompt;
+contexts, latents and pictures are random numbers of the right shapes, as only those matter.
+$xla
+
+## Batching by the server
+
+$batching
+
+## Versions
+
+The server serves the versions that have a label, and reads `models.config` again every
+$poll seconds. Beside a running server:
+
+    python -m sd_tf.serving tf_serving --export_dir EXPORT --out FOLDER \\
+        --version 2 --canary_version 2                                   # 2 beside the stable one
+    python -m sd_tf.serving tf_serving --out FOLDER --version 2          # 2 becomes stable
+
+Copy `models/` first, `models.config` last. A second version is a second set of weights in memory,
+and its warm-up competes with the requests to the first. The way back is `--version 1`.
+
+## Limits
+
+- One call is one request: no queue, no progress beyond `segment` (a few steps at a time), no
+  cancelling of a running call. REST answers within $timeout s or not at all; gRPC takes the
+  client's deadline, but what is compiled runs to its end.
+- One device computes one request after the other; scale with replicas. Nothing here scales by
+  itself: CPU load says little about a GPU, so take one of the server's metrics
+  (`:tensorflow:serving:request_latency`).
+- $weights of weights are served now, and a picture's own memory comes on top.
+- There is no authentication and no TLS: keep the ports inside, or set `--ssl_config_file`.
+"""
+
+PLAIN = """\
+- XLA is off: call the `plain_` signatures. The compiled ones of the same names without it fail.
+
+"""
+
+XLA = """\
+Compiling is most of it: minutes for a full-size model, and the probes wait for half an hour. XLA
+keeps what it compiled in the volume `xla_cache` (`TF_XLA_FLAGS`), so that a restart on the
+same kind of machine starts faster. Without the flag `--xla_..._compilation_enabled` the server
+refuses compiled signatures, and with them the whole version: the flag and the requests belong
+together."""
+
+NO_XLA = """\
+XLA is off: nothing compiles, and the requests are for the signatures that are not compiled."""
+
+BATCHED = """\
+On for $batched alone: requests with fewer than $batch rows wait up
+to $timeout for company, run as one, and are filled up to the $batch rows which the SavedModel
+computes. Requests of $batch rows run at once. The other models are left out (no
+`batching_params.pbtxt`), because the server's batcher joins every input along dimension 0:
+
+- the diffusion model takes scalars (steps, guidance, scheduler), which the batcher refuses;
+- the text encoder answers one prompt with a context of $batch rows, and the batcher would cut it
+  down to one.
+
+So do not pass `--enable_batching` without `--enable_per_model_batching_parameters`."""
+
+NOT_BATCHED = """\
+Off. The SavedModels compute a fixed batch of $batch, so that there is nothing to put together, and
+the diffusion model takes scalars (steps, guidance, scheduler), which the server's batcher refuses:
+with `--enable_batching` every call of it would fail. For more images at once, export with a larger
+`--batch_size`."""

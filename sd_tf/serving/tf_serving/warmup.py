@@ -1,0 +1,125 @@
+"""The requests that the server runs on a version before it answers for it.
+
+Each compiled signature compiles when it is first called. Recorded requests, one for each signature
+(and for each count of prompts that the text encoder takes), move that to the start of the server.
+Only dtypes and shapes matter for it, so nothing is run to make them: the tokens are those of a real
+prompt, scalars are those of a real call of one step, and what another component would have computed
+(contexts, latents, pictures) is random of the right shape.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
+
+from sd_tf.manifest import Manifest
+from sd_tf.serving.tf_serving import ServingError, signatures
+from sd_tf.serving.tf_serving.folder import WARM_UP
+from sd_tf.tokenizer import ClipTokenizer
+
+PROMPT = "a lighthouse on a cliff above the sea at sunset, oil painting"
+GUIDANCE = 7.5
+MAX_RECORDS = 1000  # the server refuses a model with more
+
+
+def write(folder: Path, component: str, model: str, export: Path, manifest: Manifest, xla: bool):
+    """Record the requests of one component's SavedModel in `folder`."""
+    graph = signatures.read(folder)
+    path = folder / WARM_UP
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)  # the export's own, if it has one, is the same file
+    values = Values(export, manifest)
+    batch = manifest.batch_size
+    counts = sorted({1, batch}) if component == "text_encoder" else [batch]
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for name in wanted(signatures.names(graph), xla):
+            for count in counts:
+                inputs = graph.signature_def[name].inputs
+                request = predict_pb2.PredictRequest()
+                request.model_spec.name = model
+                request.model_spec.signature_name = name
+                for key in sorted(inputs):
+                    value = values(key, inputs[key], count)
+                    request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
+                log = prediction_log_pb2.PredictionLog(
+                    predict_log=prediction_log_pb2.PredictLog(request=request)
+                )
+                writer.write(log.SerializeToString(deterministic=True))
+
+
+def wanted(names: list[str], xla: bool) -> list[str]:
+    """What clients call: without XLA the plain twins, where there are any."""
+    if xla:
+        return [name for name in names if not name.startswith(signatures.PLAIN)]
+    return [name for name in names if signatures.PLAIN + name not in names]
+
+
+class Values:
+    """An input's name and shape → a value such as a client sends."""
+
+    def __init__(self, export: Path, manifest: Manifest):
+        scheduler = manifest.default_sampler
+        calls = manifest.calls[scheduler]
+        steps = next(n for n, count in enumerate(calls, start=1) if count)  # 1 wherever possible
+        ids = [
+            ClipTokenizer.from_folder(export / place)([PROMPT])
+            for place in manifest.tokenizers.values()
+        ]
+        tokens = ids[0][0] if len(ids) == 1 else np.stack([one[0] for one in ids])
+        size = [manifest.height, manifest.width]
+        time_ids = [*size, 0, 0, *size][: manifest.time_ids]
+        self.random = np.random.default_rng(0)
+        self.known = {
+            "tokens": tokens,
+            "negative_tokens": tokens,
+            "seed": 0,
+            "scheduler": manifest.samplers.index(scheduler),
+            "num_steps": steps,
+            "first": 0,
+            "start": 0,
+            "stop": calls[steps - 1],
+            "unconditional_guidance_scale": GUIDANCE,
+            "history": 0,
+            "mask": 1,
+            "time_ids": time_ids,
+            "unconditional_time_ids": time_ids,
+        }
+
+    def __call__(self, name: str, tensor, count: int) -> np.ndarray:
+        dtype = tf.dtypes.as_dtype(tensor.dtype).as_numpy_dtype
+        shape = [count if size < 0 else size for size in signatures.shape(tensor)]
+        if name in self.known:
+            return np.broadcast_to(np.asarray(self.known[name], dtype), shape)
+        if not np.issubdtype(dtype, np.floating):
+            raise ServingError(
+                f"No warm-up value is known for the input {name!r}, "
+                f"{signatures.describe(tensor)}. Add it to Values in {__name__}."
+            )
+        if name == "images":
+            return self.random.uniform(-1, 1, shape).astype(dtype)
+        return self.random.standard_normal(shape).astype(dtype)
+
+
+def read(path: Path) -> Iterator[predict_pb2.PredictRequest]:
+    """The requests in a file, read as the server reads them."""
+    try:
+        for index, record in enumerate(tf.data.TFRecordDataset(str(path)).as_numpy_iterator()):
+            log = prediction_log_pb2.PredictionLog.FromString(record)
+            if not log.HasField("predict_log"):
+                raise ValueError(f"record {index} is {log.WhichOneof('log_type')}, not predict_log")
+            yield log.predict_log.request
+    except (tf.errors.OpError, DecodeError, ValueError) as error:
+        raise ServingError(str(error).partition("\n")[0]) from error
+
+
+def replay(session, graph, request: predict_pb2.PredictRequest) -> dict[str, np.ndarray]:
+    """Run a request in a session as the server does: feed and fetch by the tensors' names."""
+    signature = graph.signature_def[request.model_spec.signature_name]
+    feed = {
+        signature.inputs[key].name: tf.make_ndarray(value) for key, value in request.inputs.items()
+    }
+    fetch = {key: tensor.name for key, tensor in signature.outputs.items()}
+    return session.run(fetch, feed)

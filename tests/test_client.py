@@ -1,0 +1,421 @@
+"""The client gives a pipeline's pictures, and says what is wrong when it cannot."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+from PIL import Image
+from tensorflow_serving.apis import predict_pb2
+
+from sd_tf.generate import read_parameters
+from sd_tf.manifest import ExportError
+from sd_tf.pipeline import Pipeline
+from sd_tf.serving import client as client_module
+from sd_tf.serving.__main__ import main
+from sd_tf.serving.client import Client, ServerError
+from tests.serving_server import grpc_server, http_server, served_models
+
+ROOT = Path(__file__).parent.parent
+SCHEMES = ("grpc", "http")
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.load(served_models()[0], jit_compile=False)
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """What a client needs of an export: no models."""
+    export, folder = served_models()[0], tmp_path_factory.mktemp("light")
+    shutil.copy(export / "pipeline.json", folder)
+    shutil.copytree(export / "tokenizer", folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def addresses():
+    models = served_models()[1]
+    with grpc_server(models) as first, http_server(models) as second:
+        yield {"grpc": f"grpc://{first}", "http": f"http://{second}"}
+
+
+@pytest.fixture(params=SCHEMES)
+def client(request, addresses, light):
+    with Client(addresses[request.param], light, jit_compile=False) as client:
+        yield client
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.01)
+
+
+# The pictures
+
+
+def test_more_prompts_than_the_batch(client, pipe):
+    call = {"num_steps": 2, "seed": 5, "guidance_scale": 4.0, "scheduler": "dpmpp_2m"}
+    ours, theirs = (chain(["a", "b", "c"], "blurry", **call) for chain in (client, pipe))
+    np.testing.assert_array_equal(ours.images, theirs.images)
+    assert ours.images.shape == (3, 64, 64, 3) and ours.images.dtype == np.uint8
+    assert ours.seeds == theirs.seeds == [5, 6, 7]
+    assert ours.timings.keys() == theirs.timings.keys()
+
+
+def test_other_inputs(client, pipe):
+    """No negative prompt, start noise, and a picture to start from."""
+    noise = np.random.default_rng(0).standard_normal((1, 8, 8, 4))
+    picture = Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), "uint8"))
+    for call in ({"noise": noise}, {"image": picture, "strength": 0.5, "scheduler": "euler"}):
+        call = {"prompt": "a", "num_steps": 4, "seed": 1, **call}
+        np.testing.assert_array_equal(client(**call).images, pipe(**call).images)
+
+
+def test_callback_sees_and_stops(client, pipe):
+    def watch(chain):
+        seen = []
+
+        def callback(*state):
+            seen.append(state)
+            return state[0] < 2
+
+        images = chain("a", num_steps=4, seed=1, scheduler="euler", callback=callback).images
+        np.testing.assert_array_equal(chain.decode(seen[-1][2])[:1], images)
+        return seen
+
+    ours, theirs = watch(client), watch(pipe)
+    assert [state[:2] for state in ours] == [(1, 4), (2, 4)]
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(our[2], their[2])
+
+
+def test_versions_and_labels(addresses, light, pipe):
+    expected = pipe("a", num_steps=1, seed=1).images
+    for scheme in SCHEMES:
+        for choice in ({"version": 1}, {"label": "stable"}):
+            with Client(addresses[scheme], light, jit_compile=False, **choice) as client:
+                np.testing.assert_array_equal(client("a", num_steps=1, seed=1).images, expected)
+        for choice, code, message in (
+            ({"version": 7}, "NOT_FOUND", r"Specific\(text_encoder, 7\)"),
+            ({"label": "x"}, "INVALID_ARGUMENT", "Unrecognized servable version label: x"),
+        ):
+            with (
+                Client(addresses[scheme], light, **choice) as client,
+                pytest.raises(ServerError, match=message) as caught,
+            ):
+                client("a", num_steps=1)
+            assert (caught.value.code, caught.value.model) == (code, "text_encoder")
+            assert addresses[scheme] in str(caught.value)
+
+
+def test_rest_needs_no_tensorflow(addresses, light, pipe, tmp_path):
+    """And the command writes what `sd_tf.generate` writes."""
+    code = """
+import sys
+from sd_tf.serving.__main__ import main
+status = main(["client", *sys.argv[1:]])
+print([name for name in ("tensorflow", "keras", "grpc") if name in sys.modules], status)
+"""
+    flags = ["--server", addresses["http"], "--export_dir", str(light), "--nojit_compile"]
+    flags += ["--num_steps", "1", "--seed", "3", "--out", str(tmp_path)]
+    result = subprocess.run(
+        [sys.executable, "-c", code, "a cat", "a dog", *flags],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[] 0", result.stderr
+    expected = pipe(["a cat", "a dog"], num_steps=1, seed=3).images
+    for name, image in zip(("3.png", "4.png"), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), image)
+    assert read_parameters(str(tmp_path / "4.png"))[0]["prompt"] == "a dog"
+    assert (tmp_path / "contact_sheet.png").is_file()
+
+
+def test_command_errors(addresses, light, capsys):
+    server = ["--server", addresses["grpc"], "--export_dir", str(light)]
+    for flags, message in (
+        (["a", *server, "--num_steps", "1", "--version", "7"], "text_encoder at grpc://127.0.0.1:"),
+        (["a", *server, "--num_steps", "99"], "num_steps is a whole number from 1 to 8"),
+        (["a", "--server", "x", "--export_dir", str(light)], "Received: 'x'"),
+        (["a", "--server", addresses["grpc"], "--export_dir", "/no"], "/no is not an export"),
+        (server, "give a prompt, or --from_png"),
+    ):
+        assert main(["client", *flags]) == 1
+        assert message in capsys.readouterr().err
+
+
+# The wire
+
+
+def failing(scheme, failures, code="UNAVAILABLE", status=503):
+    """A server whose first answers are failures; counts what it is asked to predict."""
+    asked = Counter()
+
+    def count():
+        asked["predict"] += 1
+        return asked["predict"] <= failures
+
+    def before_grpc(context):
+        if count():
+            context.abort(grpc.StatusCode[code], "busy")
+
+    def before_http(handler, body):
+        if handler.command == "POST" and count():
+            return status, json.dumps({"error": "busy"})
+        return None
+
+    models = served_models()[1]
+    if scheme == "grpc":
+        return grpc_server(models, before_grpc), asked
+    return http_server(models, before_http), asked
+
+
+def tokens(client):
+    """The cheapest call that there is."""
+    return client._replicas[0].call(
+        "text_encoder", "serving_default", tokens=np.zeros((1, 77), "int32")
+    )["context"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_unavailable_is_tried_again(quick, light, scheme):
+    server, asked = failing(scheme, 2)
+    with server as address, Client(f"{scheme}://{address}", light) as client:
+        assert tokens(client).shape == (2, 77, 64)
+    assert asked["predict"] == 3
+
+    server, asked = failing(scheme, 99)
+    with (
+        server as address,
+        Client(f"{scheme}://{address}", light, retries=2) as client,
+        pytest.raises(ServerError, match=r"UNAVAILABLE after 3 attempts: busy. Is the server run"),
+    ):
+        tokens(client)
+    assert asked["predict"] == 3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("code", "status", "mend"),
+    [
+        ("UNAUTHENTICATED", 401, "Give token="),
+        ("RESOURCE_EXHAUSTED", 429, "overloaded"),
+        ("INTERNAL", 500, "jit_compile=False"),
+        ("INVALID_ARGUMENT", 400, "whose pipeline.json"),
+    ],
+)
+def test_nothing_else_is(quick, light, scheme, code, status, mend):
+    server, asked = failing(scheme, 1, code, status)
+    with (
+        server as address,
+        Client(f"{scheme}://{address}", light) as client,
+        pytest.raises(ServerError, match=f"{code}: busy. .*{mend}") as caught,
+    ):
+        tokens(client)
+    assert asked["predict"] == 1 and caught.value.code == code
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_nobody_there(quick, light, scheme):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"{scheme}://127.0.0.1:{free.getsockname()[1]}"
+    with (
+        Client(address, light, retries=1) as client,
+        pytest.raises(ServerError, match="UNAVAILABLE after 2 attempts"),
+    ):
+        tokens(client)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_deadlines(light, scheme):
+    release = threading.Event()
+    wait = {
+        "grpc": lambda context: release.wait(10) and None,
+        "http": lambda handler, body: release.wait(10) and None,
+    }
+    make = {"grpc": grpc_server, "http": http_server}[scheme]
+    with make(served_models()[1], wait[scheme]) as address:
+        start = time.monotonic()
+        with Client(f"{scheme}://{address}", light, timeout=0.4) as client:
+            with pytest.raises(ServerError, match=r"DEADLINE_EXCEEDED: .*larger timeout="):
+                tokens(client)
+            assert 0.3 < time.monotonic() - start < 2
+        release.set()
+
+
+def test_deadline_is_for_the_whole_answer(light):
+    """A server that drips a byte now and then does not renew it."""
+
+    def drip():
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n")
+            try:
+                for _ in range(50):
+                    connection.sendall(b" ")
+                    time.sleep(0.1)
+            except OSError:
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        start = time.monotonic()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            Client(address, light, timeout=0.5) as client,
+            pytest.raises(ServerError, match="DEADLINE_EXCEEDED"),
+        ):
+            tokens(client)
+        assert time.monotonic() - start < 2
+        thread.join()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_token_and_headers_arrive(light, scheme):
+    seen = []
+    see = {
+        "grpc": lambda context: seen.append(dict(context.invocation_metadata())),
+        "http": lambda handler, body: seen.append(
+            {key.lower(): value for key, value in handler.headers.items()}
+        ),
+    }
+    make = {"grpc": grpc_server, "http": http_server}[scheme]
+    with (
+        make(served_models()[1], see[scheme]) as address,
+        Client(f"{scheme}://{address}", light, token="abc", headers={"X-Who": "me"}) as client,
+    ):
+        tokens(client)
+    for headers in seen:
+        assert headers["authorization"] == "Bearer abc" and headers["x-who"] == "me"
+
+
+def test_one_connection_for_all_calls(light):
+    sockets = set()
+
+    def see(handler, body):
+        sockets.add(handler.client_address)
+
+    with (
+        http_server(served_models()[1], see) as address,
+        Client(f"http://{address}", light) as client,
+    ):
+        for _ in range(3):
+            tokens(client)
+        assert len(sockets) == 1
+        client._remote.transport._local.connection.sock.shutdown(socket.SHUT_RDWR)
+        tokens(client)  # a connection that was closed meanwhile is opened again
+        assert len(sockets) == 2
+
+
+def test_large_messages(light):
+    """gRPC's own limit is 4 MB."""
+
+    def echo(request):
+        response = predict_pb2.PredictResponse()
+        response.outputs["x"].CopyFrom(request.inputs["x"])
+        return response
+
+    large = np.random.default_rng(0).standard_normal((3, 1 << 20)).astype("float32")
+    with (
+        grpc_server(SimpleNamespace(predict=echo)) as address,
+        Client(f"grpc://{address}", light) as client,
+    ):
+        answer = client._remote.transport.predict("m", "s", {"x": large}, 60.0)
+    np.testing.assert_array_equal(answer["x"], large)
+
+    outputs = {"s": {"outputs": {"x": {"dtype": "DT_FLOAT"}}}}
+    metadata = {"metadata": {"signature_def": {"signature_def": outputs}}}
+
+    def answer_http(handler, body):
+        given = (
+            metadata if handler.command == "GET" else {"outputs": json.loads(body)["inputs"]["x"]}
+        )
+        return 200, json.dumps(given)
+
+    large = large[:, : 1 << 17]
+    with (
+        http_server(None, answer_http) as address,
+        Client(f"http://{address}", light) as client,
+    ):
+        answer = client._remote.transport.predict("m", "s", {"x": large}, 60.0)
+    np.testing.assert_array_equal(answer["x"], large)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        ("hello", 200, "UNKNOWN: the answer is no JSON object"),
+        ("{}", 200, "UNKNOWN: an answer unlike TensorFlow Serving's: KeyError"),
+        ("<html>", 502, "UNKNOWN: HTTP status 502"),
+        ("<html>", 404, "NOT_FOUND: HTTP status 404"),
+    ],
+)
+def test_something_else_answers(light, text, status, message):
+    with (
+        http_server(None, lambda handler, body: (status, text)) as address,
+        Client(f"http://{address}/prefix", light) as client,
+        pytest.raises(ServerError, match=message),
+    ):
+        tokens(client)
+
+
+def test_tls(light, tmp_path, quick):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command, to make a certificate")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        + ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+        + ["-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    models = served_models()[1]
+    pair = [(key.read_bytes(), certificate.read_bytes())]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with (
+        grpc_server(models, credentials=grpc.ssl_server_credentials(pair)) as first,
+        http_server(models, tls=context) as second,
+    ):
+        for address, code in ((f"grpcs://{first}", "UNAVAILABLE"), (f"https://{second}", "UNAUTH")):
+            with Client(address, light, ca_file=certificate, token="abc") as client:
+                assert tokens(client).shape == (2, 77, 64)
+            with (
+                Client(address, light, retries=0) as client,
+                pytest.raises(ServerError, match=code),
+            ):
+                tokens(client)
+
+
+def test_wrong_arguments(light, tmp_path):
+    for server in ("127.0.0.1:8500", "grpc://127.0.0.1", "ftp://a:1", "http://", "grpc://a:b"):
+        with pytest.raises(ValueError, match=r"A server is given as grpc://host:port"):
+            Client(server, light)
+    for options, message in (
+        ({"version": 1, "label": "x"}, "A version or a label. Received: 1 and 'x'"),
+        ({"timeout": 0}, "timeout is above 0, retries at least 0. Received: 0, 5"),
+        ({"retries": -1}, "Received: 600.0, -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Client("http://a:1", light, **options)
+    with pytest.raises(ValueError, match="gRPC has no path"):
+        Client("grpc://a:1/b", light)
+    with pytest.raises(ExportError, match="is not an export"):
+        Client("http://a:1", tmp_path)
