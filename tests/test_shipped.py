@@ -13,11 +13,11 @@ from sd_tf.training import evaluate
 from sd_tf.weights import open_checkpoint
 
 PROMPTS = 15  # of each of the four groups
-FLOORS = {  # shares of pictures with everything right; README.md has the shares of many more
-    "one thing, seen": 0.8,
-    "one thing, held out": 0.7,
-    "two things, seen": 0.6,
-    "two things, held out": 0.5,
+# Shares of pictures that have it right; README.md has those of many more prompts, and says why
+# position and relation are not here.
+FLOORS = {
+    "one thing": {"count": 0.8, "shape": 0.8, "colour": 0.9, "size": 0.8, "background": 0.95},
+    "two things": {"count": 0.75, "colour": 0.6, "size": 0.6, "background": 0.95},
 }
 
 
@@ -39,23 +39,28 @@ def test_it_is_what_the_recipe_makes():
 def test_it_draws_what_it_is_asked_for(pipe, tmp_path):
     options = evaluate.Options(prompts=PROMPTS, negative_prompts=True)
     content = evaluate.evaluate(pipe, options, tmp_path)
-    for name, floor in FLOORS.items():
-        assert content["groups"][name]["all_right"] >= floor, name
+    for group, record in content["groups"].items():
+        for attribute, floor in FLOORS[group.partition(",")[0]].items():
+            assert record["attributes"][attribute] >= floor, (group, attribute)
     assert content["reconstruction_db"] >= 30.0
     for entry in content["negative_prompts"]:
         assert entry["with"] <= 0.25 * entry["without"], entry
 
 
 def test_guidance_helps(pipe):
-    options = evaluate.Options(prompts=PROMPTS)
-    without, score = (
-        evaluate.measure(pipe, "two things, seen", options, scale)[0] for scale in (1.0, 4.0)
-    )
-    assert score.all_right >= without.all_right
+    """It makes things more like their words, so that the oracle can tell what they are."""
+
+    def right(scale):
+        options = evaluate.Options(prompts=PROMPTS)
+        return evaluate.measure(pipe, "two things, seen", options, scale)[0].attributes["shape"][0]
+
+    assert right(4.0) >= right(1.0)
 
 
 def test_the_same_picture_in_diffusers(pipe):
-    theirs = diffusers.StableDiffusionPipeline.from_pretrained(TINY_FOLDER, safety_checker=None)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(
+        TINY_FOLDER, torch_dtype=torch.float32, safety_checker=None
+    )
     theirs.set_progress_bar_config(disable=True)
     prompts = ["a large red star on a black background", "a small green ring above a blue heart"]
     noise = np.random.default_rng(0).standard_normal((2, *pipe.manifest.latent_shape), "float32")
