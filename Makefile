@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-tensorflow test-jax lint format clean
+.PHONY: demo test test-first test-second test-parity test-full-size test-jax lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
     "a small yellow heart in the top left on a striped background" \
@@ -21,19 +21,32 @@ demo: $(VENV)/core.stamp
 	    --output=out/report
 	@echo "The pictures are in out/pictures, the report beside them in out."
 
-test: lint test-tensorflow test-jax
+# Two groups at a time; the full-size models come last and alone, because they want the memory. A
+# group is a process, so that what TensorFlow traced and keeps does not pile up.
+test: lint
+	$(MAKE) --jobs=2 --output-sync=target test-first test-second test-parity test-jax
+	$(MAKE) test-full-size
 
-# In three processes: TensorFlow keeps what it traced, and full-size models want the memory.
-test-tensorflow: export KERAS_BACKEND = tensorflow
-test-tensorflow: $(VENV)/test.stamp
-	$(BIN)/python -m pytest --durations=5 --ignore=tests/parity
-	$(BIN)/python -m pytest --durations=5 tests/parity -m "not full_size"
-	$(BIN)/python -m pytest --durations=5 tests/parity -m full_size
+PYTEST := $(BIN)/python -m pytest --durations=5
+
+test-first test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
+test-jax: export KERAS_BACKEND = jax
+
+test-first: $(VENV)/test.stamp
+	$(PYTEST) tests/test_[a-r]*.py -m "not full_size"
+
+test-second: $(VENV)/test.stamp
+	$(PYTEST) tests/test_[s-z]*.py -m "not full_size"
+
+test-parity: $(VENV)/test.stamp
+	$(PYTEST) tests/parity -m "not full_size"
+
+test-full-size: $(VENV)/test.stamp
+	$(PYTEST) -m full_size
 
 # What runs models, again on JAX.
-test-jax: export KERAS_BACKEND = jax
 test-jax: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m backend
+	$(PYTEST) -m backend
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

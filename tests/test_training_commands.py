@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sd_tf.checkpoints import make_random
 from sd_tf.training import evaluate, tiny, world
 from sd_tf.training.__main__ import main
 from sd_tf.training.evaluate import GROUPS, Options
@@ -125,8 +126,9 @@ def tune(folder, data, *more):
     )
 
 
-def test_text_to_image(tmp_path, captioned, small_pipelines, capsys):
-    _, folder = small_pipelines("sd1")
+def test_text_to_image(tmp_path, captioned, capsys):
+    folder = tmp_path / "checkpoint"
+    make_random(micro.CONFIG, folder)
     assert tune(folder, captioned) == 1
     assert "3.png: the picture is damaged" in capsys.readouterr().err
     assert tune(folder, captioned, "--on_error", "skip") == 0
