@@ -6,6 +6,7 @@ a server (`serving.client`). So nothing here needs TensorFlow.
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -258,16 +259,16 @@ class Chain:
         return tokens
 
 
-class Stages:
+class Stages(ABC):
     """The models of one batch, in their order. A subclass says where they run."""
 
     def __init__(self, manifest: Manifest, jit_compile: bool):
         self.manifest = manifest
         self.jit_compile = jit_compile
 
+    @abstractmethod
     def call(self, component: str, endpoint: str, **inputs) -> Mapping[str, Any]:
         """Run one model. What it gives is whatever `np.asarray` and another `call` take."""
-        raise NotImplementedError
 
     def signature(self, component: str, endpoint: str) -> str:
         """The endpoint's signature: compiled, or its plain twin where there is one."""

@@ -22,6 +22,7 @@ from sd_tf.training.world.scene import (
     RELATIONS,
     SHAPES,
     SIZES,
+    Thing,
     WorldError,
 )
 
@@ -50,15 +51,9 @@ SHIFT, GROWTH, ROUNDS = 0.5, 0.03, 3  # of the fine fit: pixels, ratio; halved e
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Thing):
     """A thing as it was read; `overlap` tells how well its shape fits, `purity` its colour."""
 
-    shape: str
-    colour: str
-    size: str
-    x: float
-    y: float
-    radius: float
     overlap: float
     purity: float
 
