@@ -26,7 +26,7 @@ DEFAULT_STRENGTH = {"none": 0.8, "mask_and_image": 1.0}
 # SDXL's refiner is conditioned on how beautiful a picture is to be.
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 
-# After every model call: (calls done, calls in all, latents (B, h, w, 4)). False stops the run.
+# On the way: (model calls done, calls in all, latents (B, h, w, 4)). False stops the run.
 Callback = Callable[[int, int, np.ndarray], bool | None]
 
 
@@ -58,6 +58,7 @@ class Request:
     time_ids: np.ndarray | None = None
     negative_time_ids: np.ndarray | None = None
     callback: Callback | None = None
+    callback_every: int = 1
 
 
 class Chain:
@@ -82,6 +83,7 @@ class Chain:
         strength: float | None = None,
         noise: np.ndarray | None = None,
         callback: Callback | None = None,
+        callback_every: int = 1,
         original_size: tuple[int, int] | None = None,
         crop_top_left: tuple[int, int] = (0, 0),
         target_size: tuple[int, int] | None = None,
@@ -98,14 +100,17 @@ class Chain:
             mask: where to paint, white, for a checkpoint made for inpainting.
             strength: how much of the way from the image to noise and back is walked, above 0 to 1.
             noise: unit noise (N, h, w, 4) in place of what the seeds give.
-            callback: called after every model call with (done, calls, latents); False stops.
+            callback: called with (done, calls, latents) after every `callback_every` model calls
+                and the last one; False stops.
             original_size, crop_top_left, target_size: SDXL's size conditioning, (height, width).
         """
         start = time.perf_counter()
         request = self._check(
             prompt, negative_prompt, num_steps, guidance_scale, seed, scheduler, noise
         )
-        request.callback = callback
+        if callback_every < 1:
+            raise ValueError(f"callback_every is at least 1. Received: {callback_every}")
+        request.callback, request.callback_every = callback, callback_every
         self._add_images(request, image, mask, strength)
         self._add_sizes(request, original_size, crop_top_left, target_size)
 
@@ -185,7 +190,7 @@ class Chain:
         return Request(
             prompts=prompts,
             negatives=negatives,
-            seeds=_seeds(seed, count),
+            seeds=image_seeds(seed, count),
             num_steps=int(num_steps),
             guidance_scale=float(guidance_scale),
             sampler=self.manifest.samplers.index(name),
@@ -343,7 +348,7 @@ class Stages(ABC):
             )
         history = np.zeros((HISTORY, len(chunk), *self.manifest.latent_shape), "float32")
         state = {"latent": state["latent"], "history": history}
-        every = 1 if request.callback is not None else request.calls
+        every = request.callback_every if request.callback is not None else request.calls
         for start in range(request.start, request.calls, every):
             stop = min(start + every, request.calls)
             state = self.call(
@@ -399,7 +404,8 @@ def _filled(values: Sequence, chunk: range) -> list:
     return [values[min(i, len(values) - 1)] for i in chunk]
 
 
-def _seeds(seed, count: int) -> list[int]:
+def image_seeds(seed, count: int) -> list[int]:
+    """The seed of each image: drawn, counted up from one, or as given."""
     if seed is None:
         return [int.from_bytes(os.urandom(4), "little") >> 1 for _ in range(count)]
     seeds = [seed + i for i in range(count)] if isinstance(seed, int | np.integer) else list(seed)

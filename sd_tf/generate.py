@@ -1,11 +1,13 @@
 """`python -m sd_tf.generate "a prompt" --export_dir …`: PNG files that say how they were made."""
 
 import argparse
+import io
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from sd_tf.chain import DEFAULT_GUIDANCE, DEFAULT_STEPS, Chain
 from sd_tf.config import ConfigError
-from sd_tf.manifest import ExportError
+from sd_tf.manifest import ExportError, Manifest
 
 METADATA = "sd_tf"
 REPEATED = ("prompt", "negative_prompt", "num_steps", "guidance_scale", "seed", "scheduler")
@@ -124,30 +126,45 @@ def draw(chain: Chain, wanted: Wanted, folder: Path, progress: bool = True) -> N
     bar = Bar(batches) if progress else None
     result = chain(wanted.prompts, **wanted.parameters, **wanted.pictures, callback=bar)
     folder.mkdir(parents=True, exist_ok=True)
-    for prompt, seed, image in zip(wanted.prompts, result.seeds, result.pil(), strict=True):
-        content = {
-            "prompt": prompt,
-            "num_steps": DEFAULT_STEPS,
-            "guidance_scale": DEFAULT_GUIDANCE,
-            "scheduler": chain.manifest.default_sampler,
-            **wanted.parameters,
-            "seed": seed,
-            "pictures": sorted(wanted.pictures),
-            "checkpoint": chain.manifest.checkpoint,
-        }
+    for prompt, seed, image in zip(wanted.prompts, result.seeds, result.images, strict=True):
+        content = described(
+            chain.manifest,
+            sorted(wanted.pictures),
+            prompt=prompt,
+            **wanted.parameters | {"seed": seed},
+        )
         path = folder / f"{seed}.png"
         number = 1
         while path.exists():
             path = folder / f"{seed}-{number}.png"
             number += 1
-        information = PngImagePlugin.PngInfo()
-        information.add_itxt(METADATA, json.dumps(content, ensure_ascii=False))
-        image.save(path, pnginfo=information)
+        path.write_bytes(png_bytes(image, content))
         print(path)
     if len(wanted.prompts) > 1:
         contact_sheet(result.images).save(folder / CONTACT_SHEET)
         print(folder / CONTACT_SHEET)
     print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.timings.items()))
+
+
+def described(manifest: Manifest, pictures: Sequence[str] = (), **parameters) -> dict[str, Any]:
+    """What a PNG tells about itself; `pictures`: names of those that it was made from."""
+    return {
+        "num_steps": DEFAULT_STEPS,
+        "guidance_scale": DEFAULT_GUIDANCE,
+        "scheduler": manifest.default_sampler,
+        **parameters,
+        "pictures": list(pictures),
+        "checkpoint": manifest.checkpoint,
+    }
+
+
+def png_bytes(image: np.ndarray, content: dict[str, Any]) -> bytes:
+    """A picture, uint8 (H, W, 3), as a PNG that holds its parameters."""
+    information = PngImagePlugin.PngInfo()
+    information.add_itxt(METADATA, json.dumps(content, ensure_ascii=False))
+    png = io.BytesIO()
+    Image.fromarray(image).save(png, "PNG", pnginfo=information)
+    return png.getvalue()
 
 
 def read_parameters(path: str) -> tuple[dict, list[str]]:

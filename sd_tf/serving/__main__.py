@@ -16,7 +16,9 @@ COMMANDS = {
         "sd_tf.serving.tf_serving.command",
         "write a folder for TensorFlow Serving, or check one",
     ),
+    "ray": ("sd_tf.serving.ray_app.command", "serve an export with Ray Serve, and its page"),
     "client": ("sd_tf.serving.client_command", "make pictures with a server's models"),
+    "batch": ("sd_tf.serving.batch.command", "make the pictures of a file of prompts, on Ray"),
 }
 
 

@@ -263,6 +263,28 @@ class ModelServer:
             raise invalid(f"tensor parsing error: {name}") from error
 
 
+# ModelServer's methods and their messages.
+REQUESTS = {
+    "predict": predict_pb2.PredictRequest,
+    "metadata": get_model_metadata_pb2.GetModelMetadataRequest,
+    "status": get_model_status_pb2.GetModelStatusRequest,
+}
+RESPONSES = {
+    "predict": predict_pb2.PredictResponse,
+    "metadata": get_model_metadata_pb2.GetModelMetadataResponse,
+    "status": get_model_status_pb2.GetModelStatusResponse,
+}
+
+
+def serialized(server: ModelServer, method: str, request: bytes) -> tuple[int, bytes | str]:
+    """gRPC's code, and the serialized response or the message."""
+    try:
+        response = getattr(server, method)(REQUESTS[method].FromString(request))
+    except ModelError as error:
+        return error.code, error.message
+    return 0, response.SerializeToString()
+
+
 def dtype_name(dtype: int) -> str:
     """As the server writes it: float, int32, string."""
     return types_pb2.DataType.Name(dtype).removeprefix("DT_").lower()

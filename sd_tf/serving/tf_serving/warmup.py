@@ -7,7 +7,7 @@ prompt, scalars are those of a real call of one step, and what another component
 (contexts, latents, pictures) is random of the right shape.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,23 +31,33 @@ def write(folder: Path, component: str, model: str, export: Path, manifest: Mani
     path = folder / WARM_UP
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)  # the export's own, if it has one, is the same file
+    names = wanted(signatures.names(graph), xla)
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for request in requests(graph.signature_def, names, component, export, manifest):
+            request.model_spec.name = model
+            log = prediction_log_pb2.PredictionLog(
+                predict_log=prediction_log_pb2.PredictLog(request=request)
+            )
+            writer.write(log.SerializeToString(deterministic=True))
+
+
+def requests(
+    signature_defs, names: Iterable[str], component: str, export: Path, manifest: Manifest
+) -> Iterator[predict_pb2.PredictRequest]:
+    """One for each named signature and each count of prompts that it takes."""
     values = Values(export, manifest)
     batch = manifest.batch_size
     counts = sorted({1, batch}) if component == "text_encoder" else [batch]
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for name in wanted(signatures.names(graph), xla):
-            for count in counts:
-                inputs = graph.signature_def[name].inputs
-                request = predict_pb2.PredictRequest()
-                request.model_spec.name = model
-                request.model_spec.signature_name = name
-                for key in sorted(inputs):
-                    value = values(key, inputs[key], count)
-                    request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
-                log = prediction_log_pb2.PredictionLog(
-                    predict_log=prediction_log_pb2.PredictLog(request=request)
-                )
-                writer.write(log.SerializeToString(deterministic=True))
+    for name in names:
+        for count in counts:
+            inputs = signature_defs[name].inputs
+            request = predict_pb2.PredictRequest()
+            request.model_spec.name = component
+            request.model_spec.signature_name = name
+            for key in sorted(inputs):
+                value = values(key, inputs[key], count)
+                request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
+            yield request
 
 
 def wanted(names: list[str], xla: bool) -> list[str]:

@@ -1,0 +1,167 @@
+"""`python -m sd_tf.serving batch --prompts FILE --export_dir DIR --out DIR`."""
+
+import argparse
+import hashlib
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+from sd_tf.chain import DEFAULT_GUIDANCE, DEFAULT_STEPS, open_export
+from sd_tf.manifest import FILE_NAME, Manifest
+from sd_tf.serving.batch import BatchError
+from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
+from sd_tf.serving.batch.rows import Unit, check_rows, check_settings, divide, read_entries
+
+JOB_VERSION = 1
+EVERY = 10.0  # seconds between lines of progress
+EPILOG = f"""\
+.txt holds a prompt in each line; .csv, .jsonl and .parquet a column prompt and, where wanted,
+negative_prompt, seed, num_steps, guidance_scale, scheduler and id. What a row does not give is as
+the flags say; its seed is then --seed plus the row's number, its id that number. Started again, a
+job makes what is missing. Rows that cannot be drawn are listed in {FAILED}. Exit status: 0 all rows
+drawn, 1 some failed or the job stopped. A cluster's nodes need sd_tf and the export at its path.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("--export_dir", required=True, help="what serialize_savedmodels.py wrote")
+    parser.add_argument("--prompts", required=True, help="a .txt, .csv, .jsonl or .parquet file")
+    parser.add_argument("--out", required=True, help="folder of this job's pictures")
+    parser.add_argument("--format", choices=FORMATS, default="png", help="(default: png)")
+    parser.add_argument("--negative_prompt")
+    parser.add_argument("--num_steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument("--guidance_scale", type=float, default=DEFAULT_GUIDANCE)
+    parser.add_argument("--scheduler")
+    parser.add_argument("--seed", type=int, default=0, help="of the first row (default: 0)")
+    parser.add_argument("--nojit_compile", action="store_true", help="run without XLA")
+    parser.add_argument("--compile_cache", help="folder where XLA keeps compiled code")
+    parser.add_argument(
+        "--address", help="of a running Ray: auto, HOST:PORT or ray://… (default: one of its own)"
+    )
+    parser.add_argument("--workers", type=int, help="(default: one for each GPU, else 1)")
+    parser.add_argument(
+        "--cpus_per_worker", type=float, default=1.0, help="reserved with Ray (default: 1)"
+    )
+    parser.add_argument("--gpus_per_worker", type=float, help="(default: 1 where there are GPUs)")
+
+
+def run(options: argparse.Namespace) -> int:
+    _check_resources(options)
+    export_dir, prompts, out = (
+        Path(given).expanduser().resolve()
+        for given in (options.export_dir, options.prompts, options.out)
+    )
+    manifest, _ = open_export(export_dir)
+    if manifest.latent_inputs != "none":
+        raise BatchError(
+            f"A batch has prompts alone; {export_dir} is {manifest.family}, which also takes "
+            f"pictures ({manifest.latent_inputs})."
+        )
+    settings = check_settings(_settings(options, manifest), manifest)
+    try:
+        content = prompts.read_bytes()
+    except OSError as error:
+        raise BatchError(f"--prompts {prompts} cannot be read: {error}") from error
+    rows, failures = check_rows(read_entries(prompts, content), settings, manifest)
+    if not rows:
+        raise BatchError(
+            f"None of the {len(failures)} rows of {prompts} can be drawn; the first: "
+            f"{failures[0].reason}"
+        )
+    units = divide(rows, manifest.batch_size)
+    job = {
+        "version": JOB_VERSION,
+        "prompts": {"suffix": prompts.suffix, "sha256": hashlib.sha256(content).hexdigest()},
+        "export": hashlib.sha256((export_dir / FILE_NAME).read_bytes()).hexdigest(),
+        "format": options.format,
+        "jit_compile": not options.nojit_compile,
+        **settings,
+    }
+    with Folder.opened(out, options.format) as folder:
+        folder.claim(job, failures)
+        if failures:
+            print(f"{len(failures)} rows cannot be drawn, see {out / FAILED}", flush=True)
+        missing = folder.missing(units)
+        count = sum(len(unit.rows) for unit in missing)
+        if not missing:
+            print(f"{out}: all {len(rows)} rows are done, nothing is missing.")
+        else:
+            manifest.check_files(export_dir)
+            print(f"{len(rows) - count} of {len(rows)} rows are done already", flush=True)
+            _work(folder, missing, options, export_dir)
+            print(f"{out}: all {len(rows)} rows are done.")
+    return 1 if failures else 0
+
+
+def _work(folder: Folder, units: list[Unit], options: argparse.Namespace, export_dir: Path) -> None:
+    try:
+        work = importlib.import_module("sd_tf.serving.batch.work")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "ray":
+            raise
+        raise BatchError("Ray is missing: pip install 'sd_tf[serve]'.") from error
+    cache = options.compile_cache
+    cache = None if cache is None else str(Path(cache).expanduser().resolve())
+    model = work.Model(str(export_dir), not options.nojit_compile, cache)
+    wanted = work.Resources(
+        options.address, options.workers, options.cpus_per_worker, options.gpus_per_worker
+    )
+    by_index = {unit.index: unit for unit in units}
+    progress = Progress(sum(len(unit.rows) for unit in units))
+    try:
+        with work.connected(wanted) as resources:
+            print(f"{resources.workers} workers load the export", flush=True)
+            for index, pngs in work.answers(units, model, resources):
+                folder.add(by_index[index], pngs)
+                progress.add(len(pngs))
+    except KeyboardInterrupt:
+        raise BatchError(f"Interrupted. {progress.kept}") from None
+    except (BatchError, OSError) as error:
+        raise BatchError(f"{str(error).rstrip('.')}. {progress.kept}") from error
+
+
+def _settings(options: argparse.Namespace, manifest: Manifest) -> dict[str, Any]:
+    scheduler = manifest.default_sampler if options.scheduler is None else options.scheduler
+    return {
+        "negative_prompt": options.negative_prompt,
+        "seed": options.seed,
+        "num_steps": options.num_steps,
+        "guidance_scale": options.guidance_scale,
+        "scheduler": scheduler,
+    }
+
+
+def _check_resources(options: argparse.Namespace) -> None:
+    if options.workers is not None and options.workers < 1:
+        raise BatchError(f"--workers is at least 1. Received: {options.workers}")
+    for name in ("cpus_per_worker", "gpus_per_worker"):
+        value = getattr(options, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise BatchError(f"--{name} is a number from 0. Received: {value}")
+
+
+class Progress:
+    """A line now and then: rows done, how fast, how long it will take."""
+
+    def __init__(self, count: int):
+        self.count, self.done = count, 0
+        self.start = self.told = None
+        self.before = 0  # of the rows that were done when the clock started
+
+    @property
+    def kept(self) -> str:
+        return f"{self.done} rows were made and are kept; the same command makes the others."
+
+    def add(self, rows: int) -> None:
+        self.done += rows
+        now = time.perf_counter()
+        if self.start is None:  # the workers have loaded
+            self.start = self.told = now
+            self.before = self.done
+        elif now - self.told >= EVERY:
+            rate = (self.done - self.before) / (now - self.start)
+            left = (self.count - self.done) / rate
+            print(f"{self.done} of {self.count}, {rate:.3g} rows/s, {left:.0f} s left", flush=True)
+            self.told = now

@@ -1,0 +1,190 @@
+"""Units on Ray's workers, each of which holds a pipeline."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # also in a worker that another node started
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import ray.data
+
+from sd_tf.generate import png_bytes
+from sd_tf.serving.batch import BatchError
+from sd_tf.serving.batch.rows import Unit
+
+ATTEMPTS = 5  # after as many, what was begun and never ended is what kills its worker
+MOST_BLOCKS = 10_000  # Ray's own work grows with them; beyond, a block is several units
+
+
+@dataclass(frozen=True)
+class Resources:
+    """None: chosen by what Ray finds."""
+
+    address: str | None = None
+    workers: int | None = None
+    cpus_per_worker: float = 1
+    gpus_per_worker: float | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a worker loads the export."""
+
+    export_dir: str
+    jit_compile: bool
+    compile_cache: str | None
+
+
+@contextlib.contextmanager
+def connected(wanted: Resources) -> Iterator[Resources]:
+    """Ray within this process' life, or a cluster's; all resources chosen."""
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if wanted.address is None:  # an address in RAY_ADDRESS is not meant either
+        asked = math.ceil((wanted.workers or 1) * wanted.cpus_per_worker)
+        cpus = max(os.cpu_count() or 1, asked)
+        options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    else:
+        options["address"] = wanted.address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "here" if wanted.address is None else f"at {wanted.address}"
+        raise BatchError(f"Ray cannot be started or reached {where}: {error}") from error
+    try:
+        yield _chosen(wanted, ray.cluster_resources().get("GPU", 0))
+    finally:
+        ray.shutdown(wait_for_processes=True)
+
+
+def _chosen(wanted: Resources, gpus: float) -> Resources:
+    per_worker = wanted.gpus_per_worker
+    if per_worker is None:
+        per_worker = min(1, gpus)
+    workers = wanted.workers
+    if workers is None:
+        workers = int(gpus // per_worker) if per_worker and gpus else 1
+    if wanted.address is None and workers * per_worker > gpus:
+        raise BatchError(
+            f"{workers} workers with {per_worker:g} GPUs each need more than the {gpus:g} that "
+            f"Ray finds here. Lower --workers or --gpus_per_worker."
+        )
+    return dataclasses.replace(wanted, workers=workers, gpus_per_worker=per_worker)
+
+
+def answers(
+    units: list[Unit], model: Model, resources: Resources
+) -> Iterator[tuple[int, list[bytes]]]:
+    """(a unit's index, its pictures as PNG), as they are made.
+
+    Ray starts a killed worker anew and has its unit made again; an error in a worker ends the job.
+    """
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.max_consecutive_actor_init_deaths = 0
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors reach us as exceptions
+    items = [
+        {"unit": unit.index, "rows": json.dumps([dataclasses.asdict(row) for row in unit.rows])}
+        for unit in units
+    ]
+    attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+    made = ray.data.from_items(items, override_num_blocks=min(len(items), MOST_BLOCKS)).map(
+        Worker,
+        fn_constructor_args=(model, resources, attempts.remote()),
+        compute=ray.data.ActorPoolStrategy(size=min(resources.workers, len(items))),
+        num_cpus=resources.cpus_per_worker,
+        num_gpus=resources.gpus_per_worker,
+    )
+    try:
+        for answer in made.iter_rows():
+            if answer["problem"]:
+                raise BatchError(f"A worker failed: {answer['problem']}")
+            yield int(answer["unit"]), list(answer["pngs"])
+    except ray.exceptions.RayError as error:
+        raise BatchError(f"Ray failed: {error}") from error
+
+
+class Attempts:
+    """How often a thing was begun since it last ended well."""
+
+    def __init__(self):
+        self.begun = Counter()
+
+    def begin(self, name: str) -> int:
+        self.begun[name] += 1
+        return self.begun[name]
+
+    def end(self, name: str) -> None:
+        del self.begun[name]
+
+
+class Worker:
+    """A process with a pipeline. What goes wrong is an answer: Ray would wrap it in its own."""
+
+    def __init__(self, model: Model, resources: Resources, attempts):
+        self.attempts = attempts
+        self.problem = None
+        try:
+            self.load(model, resources)
+        except Exception as error:
+            self.problem = described(error)
+
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        problem, pngs = self.problem, []
+        if problem is None:
+            try:
+                self._begin(f"unit {item['unit']}", f"The unit {item['unit']}", ATTEMPTS)
+                pngs = self.draw(json.loads(item["rows"]))
+            except Exception as error:
+                problem = described(error)
+        return {"unit": item["unit"], "pngs": pngs, "problem": problem or ""}
+
+    def load(self, model: Model, resources: Resources) -> None:
+        self._begin("start", "Loading the export", ATTEMPTS * resources.workers)
+        if 0 < resources.gpus_per_worker < 1:
+            os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # the GPU is shared
+        from sd_tf.pipeline import Pipeline
+
+        self.pipe = Pipeline.load(
+            model.export_dir, model.jit_compile, compile_cache=model.compile_cache
+        )
+        self.pipe.warm_up()
+        ray.get(self.attempts.end.remote("start"))
+
+    def draw(self, rows: list[dict[str, Any]]) -> list[bytes]:
+        """Rows of a unit → their PNGs."""
+        alike = {name: rows[0][name] for name in ("num_steps", "guidance_scale", "scheduler")}
+        negatives = [row["negative_prompt"] for row in rows]
+        result = self.pipe(
+            [row["prompt"] for row in rows],
+            negative_prompt=None if negatives[0] is None else negatives,
+            seed=[row["seed"] for row in rows],
+            **alike,
+        )
+        told = {"pictures": [], "checkpoint": self.pipe.manifest.checkpoint}
+        pngs = []
+        for row, image in zip(rows, result.images, strict=True):
+            given = {key: value for key, value in row.items() if value is not None and key != "id"}
+            pngs.append(png_bytes(image, {**given, **told}))
+        return pngs
+
+    def _begin(self, name: str, what: str, most: int) -> None:
+        count = ray.get(self.attempts.begin.remote(name))
+        if count > most:
+            raise BatchError(
+                f"{what} has ended its worker's process {count - 1} times, as too little memory "
+                f"does; Ray's logs say more"
+            )
+
+
+def described(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

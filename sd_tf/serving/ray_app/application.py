@@ -1,0 +1,72 @@
+"""The deployments, and how they hang together."""
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+
+from sd_tf.manifest import Manifest
+from sd_tf.serving.ray_app.front import Front
+from sd_tf.serving.ray_app.models import Model
+from sd_tf.serving.ray_app.settings import Scale, Settings
+
+NAME = "sd_tf"
+FRONT = "front"
+GRPC_SERVICES = [
+    "tensorflow_serving.apis.prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server",
+    "tensorflow_serving.apis.model_service_pb2_grpc.add_ModelServiceServicer_to_server",
+]
+MODEL_CALLS = 8  # that a replica takes in; one runs, the others wait or ask how it is
+FRONT_CALLS = 1000
+LOGGING = {"encoding": "JSON", "enable_access_log": True}
+
+
+def build(settings: Settings):
+    """What `serve.run` takes."""
+    manifest = Manifest.read(settings.export_dir)
+    settings = with_scales(settings, list(manifest.components))
+    models = {
+        name: serve.deployment(Model, name=name)
+        .options(**_options(settings.scales[name], MODEL_CALLS))
+        .bind(
+            settings.export_dir,
+            name,
+            settings.jit_compile,
+            settings.compile_cache,
+            settings.warm_up_all,
+        )
+        for name in manifest.components
+    }
+    front = serve.deployment(Front, name=FRONT).options(
+        **_options(settings.scales[FRONT], FRONT_CALLS)
+    )
+    return front.bind(settings, models)
+
+
+def with_scales(settings: Settings, components: list[str]) -> Settings:
+    """A scale for every deployment; the diffusion model, which does the work, reserves a core."""
+    import dataclasses
+
+    known = [FRONT, *components]
+    if unknown := sorted(settings.scales.keys() - set(known)):
+        raise ValueError(
+            f"There is no deployment {', '.join(unknown)}. There are {', '.join(known)}."
+        )
+    scales = {name: Scale() for name in known}
+    scales["diffusion_model"] = Scale(cpus=1.0)
+    return dataclasses.replace(settings, scales={**scales, **settings.scales})
+
+
+def _options(scale: Scale, calls: int) -> dict:
+    options = {
+        "max_ongoing_requests": calls,
+        "ray_actor_options": {"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+        "logging_config": LOGGING,
+        "graceful_shutdown_timeout_s": 20,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+    }
+    if scale.least == scale.most:
+        return {**options, "num_replicas": scale.least}
+    autoscaling = AutoscalingConfig(
+        min_replicas=scale.least, max_replicas=scale.most, target_ongoing_requests=1
+    )
+    return {**options, "autoscaling_config": autoscaling}

@@ -1,0 +1,158 @@
+// Wires the parts together: the form asks, the stage shows the run, the gallery keeps the pictures.
+
+import * as api from "./api.js";
+import { announce, byId, facts } from "./dom.js";
+import * as form from "./form.js";
+import * as gallery from "./gallery.js";
+import * as notice from "./notice.js";
+import * as stage from "./stage.js";
+
+const BESIDE_THE_FORM = [400, 413, 422];
+const BUSY = 429;
+const BUSY_WAIT = 5; // seconds, when the server does not say
+const FAMILIES = {
+  sd1: "Stable Diffusion 1",
+  sd2: "Stable Diffusion 2",
+  "sd2-v": "Stable Diffusion 2 (v)",
+  "sdxl-base": "Stable Diffusion XL",
+};
+
+let isReady = false;
+let running = null; // the AbortController of the run that is going on
+
+// Starting
+
+async function connect() {
+  notice.hide();
+  let about;
+  try {
+    about = await api.about();
+  } catch (error) {
+    byId("model").textContent = "The server does not answer.";
+    notice.show(sentence(error), { again: connect });
+    return;
+  }
+  showModel(about);
+  form.setUp(about);
+  isReady = true;
+  byId("generate").setAttribute("aria-disabled", "false");
+}
+
+function showModel({ family, width, height, checkpoint, export: digest }) {
+  const name = FAMILIES[family] ?? family;
+  byId("model").textContent = `${name} · ${width}×${height} px`;
+  byId("stage").style.setProperty("--shape", `${width} / ${height}`);
+  const values = Object.entries({ family, ...checkpoint, export: digest ?? null });
+  byId("facts").replaceChildren(
+    ...facts(
+      values.map(([key, value]) => [
+        key.replaceAll("_", " "),
+        typeof value === "string" ? value : JSON.stringify(value),
+      ]),
+    ),
+  );
+  byId("about").hidden = false;
+}
+
+// A run
+
+function submit() {
+  if (!isReady || running !== null) return;
+  const request = form.read();
+  const problems = form.problems(request);
+  form.showProblems(problems);
+  if (Object.keys(problems).length === 0) run(request);
+}
+
+async function run(request) {
+  running = new AbortController();
+  notice.hide();
+  byId("generate").setAttribute("aria-disabled", "true");
+  stage.start(request.count);
+  byId("stage").scrollIntoView({ block: "nearest" });
+  try {
+    for await (const [name, data] of api.generate(request, running.signal)) show(name, data);
+  } catch (error) {
+    ended(error, request);
+  } finally {
+    running = null;
+    byId("generate").setAttribute("aria-disabled", "false");
+  }
+}
+
+function show(name, data) {
+  if (name === "accepted") {
+    stage.accepted(data.images, data.calls);
+    form.rememberSeed(data.images[0].seed);
+  }
+  if (name === "progress") stage.progress(data.index, data.done, data.calls);
+  if (name === "preview") stage.preview(data.index, data.png);
+  if (name === "image") {
+    stage.finished(data.index, gallery.add(decoded(data.png), data.parameters));
+  }
+  if (name === "done") stage.end(`Done in ${data.seconds.toFixed(1)} s`);
+}
+
+function decoded(base64) {
+  const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+  return new Blob([bytes], { type: "image/png" });
+}
+
+function ended(error, request) {
+  if (running.signal.aborted) {
+    stage.end("Stopped");
+    return;
+  }
+  if (BESIDE_THE_FORM.includes(error.status)) {
+    stage.reset();
+    form.showRefusal(error.message);
+    return;
+  }
+  const wait = error.retryAfter ?? (error.status === BUSY ? BUSY_WAIT : 0);
+  if (error.status === BUSY) stage.reset();
+  else stage.end("Not finished");
+  notice.show(sentence(error), { wait, again: () => run(request) });
+}
+
+function sentence(error) {
+  if (error instanceof api.ConnectionLost) {
+    return "The connection to the server was lost. Finished pictures are kept.";
+  }
+  if (!(error instanceof api.ServerError)) {
+    console.error(error);
+    return "The server sent something that this page does not understand.";
+  }
+  if (error.status === BUSY) return `The server is busy. ${error.message}`;
+  return `The server could not do it: ${error.message}`;
+}
+
+function stop() {
+  running?.abort();
+}
+
+function useAgain(parameters) {
+  form.fill({ negative_prompt: null, ...parameters, count: 1 });
+  byId("prompt").focus({ preventScroll: true });
+  byId("form").scrollIntoView({ block: "nearest" });
+  announce("The parameters are in the form.");
+}
+
+// Keys
+
+function onKey(event) {
+  if (byId("viewer").open || event.isComposing) return;
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    submit();
+  }
+  if (event.key === "Escape" && running !== null) stop();
+}
+
+byId("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  submit();
+});
+byId("stop").addEventListener("click", stop);
+document.addEventListener("keydown", onKey);
+gallery.setUp(useAgain);
+connect();

@@ -1,0 +1,580 @@
+"""Offline batches: what is read and refused, what is drawn, and that a kill costs nothing."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from sd_tf.generate import read_parameters
+from sd_tf.manifest import Manifest
+from sd_tf.pipeline import Pipeline
+from sd_tf.serving.__main__ import main
+from sd_tf.serving.batch import BatchError, work
+from sd_tf.serving.batch.command import Progress
+from sd_tf.serving.batch.folder import Folder, safe_name
+from sd_tf.serving.batch.rows import Row, check_rows, check_settings, divide, read_entries
+from tests.exports import small_export
+
+ROOT = Path(__file__).parent.parent
+BATCH = 4
+COUNT, FEWER = 500, 120
+SETTINGS = {
+    "negative_prompt": None,
+    "seed": 0,
+    "num_steps": 2,
+    "guidance_scale": 7.5,
+    "scheduler": "ddim",
+}
+PROMPTS = [f"picture number {i}" for i in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return small_export(tmp_path_factory.mktemp("batch") / "export", batch_size=BATCH)
+
+
+@pytest.fixture(scope="module")
+def manifest(exported):
+    return Manifest.read(exported)
+
+
+@pytest.fixture(scope="module")
+def pipe(exported):
+    return Pipeline.load(exported, jit_compile=False)
+
+
+def arguments(exported, prompts, out, *more):
+    names = {"--export_dir": exported, "--prompts": prompts, "--out": out}
+    given = [str(word) for pair in names.items() for word in pair]
+    return ["batch", *given, "--num_steps", "1", "--nojit_compile", *more]
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def parquet(path: Path, **columns) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+# Reading
+
+
+def entries(path: Path):
+    return read_entries(path, path.read_bytes())
+
+
+def test_txt(tmp_path):
+    path = written(tmp_path / "p.txt", "\ufeffone, two\r\n\r\n dre\u2028i \nend")
+    assert [entry["prompt"] for entry in entries(path)] == ["one, two", "", " dre\u2028i ", "end"]
+
+
+def test_csv(tmp_path):
+    text = 'id,prompt,seed\n7,"a, ""b""\nc",\n8,x\n9,y,1,2\n,,5\n'
+    assert entries(written(tmp_path / "p.csv", text)) == [
+        {"id": "7", "prompt": 'a, "b"\nc'},
+        "2 values for 3 columns; a text with commas needs quotes",
+        "4 values for 3 columns; a text with commas needs quotes",
+        {"seed": "5"},
+    ]
+
+
+def test_jsonl(tmp_path):
+    lines = [
+        '{"prompt": "a\u2028b", "seed": null}',
+        "",
+        "[1]",
+        '"text"',
+        '{"prompt": "b", "id": 3}',
+    ]
+    first, empty, array, text, last = entries(written(tmp_path / "p.jsonl", "\n".join(lines)))
+    assert first == {"prompt": "a\u2028b"} and last == {"prompt": "b", "id": 3}
+    assert empty.startswith("this is not JSON (Expecting value")
+    assert array == "this is no JSON object but list"
+    assert text == "this is no JSON object but str"
+
+
+def test_parquet(tmp_path):
+    path = parquet(tmp_path / "p.parquet", prompt=["a", None], seed=[1.0, None], id=["x", "y"])
+    assert entries(path) == [{"prompt": "a", "seed": 1.0, "id": "x"}, {"id": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.pdf", "a", "Prompts are read from .txt, .csv, .jsonl, .parquet. Received: p.pdf"),
+        ("p.txt", "", "p.txt has no rows"),
+        ("p.txt", b"a\n\xff\n", "p.txt, line 2, is not UTF-8"),
+        ("p.csv", "", "p.csv: no column prompt. Received: none"),
+        ("p.csv", "text\na\n", "p.csv: unknown column text. The columns are prompt, negative_p"),
+        ("p.csv", "seed,id\n1,2\n", "p.csv: no column prompt. Received: seed, id"),
+        ("p.csv", "prompt,prompt\na,b\n", "a column stands there twice"),
+        ("p.csv", 'prompt\na\n"b\nc\n', "p.csv, line 4, is not CSV: unexpected end of data"),
+        ("p.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "p.jsonl: unknown column promt"),
+        ("p.jsonl", '{"seed": 1}', "p.jsonl: no column prompt. Received: seed"),
+        ("p.parquet", "PAR1 damaged PAR1", "p.parquet is not readable as parquet"),
+    ],
+)
+def test_a_file_is_refused_as_a_whole(tmp_path, name, content, message):
+    with pytest.raises(BatchError) as raised:
+        entries(written(tmp_path / name, content))
+    assert message in str(raised.value)
+
+
+def test_damaged_pages_and_unknown_columns_of_parquet(tmp_path):
+    path = parquet(tmp_path / "p.parquet", prompt=[f"{i:064d}" for i in range(99)])
+    content = bytearray(path.read_bytes())
+    content[4:60] = bytes(56)
+    path.write_bytes(content)
+    with pytest.raises(BatchError, match=r"p\.parquet is not readable as parquet: "):
+        entries(path)
+    with pytest.raises(BatchError, match=r"unknown column caption"):
+        entries(parquet(tmp_path / "q.parquet", prompt=["a"], caption=["b"]))
+
+
+# Checking
+
+BAD_ROWS = [
+    ("not read", "not read"),
+    ({}, "the prompt is empty"),
+    ({"prompt": "\t "}, "the prompt is empty"),
+    ({"prompt": 7}, "prompt is a text. Received: 7"),
+    ({"prompt": b"a" * 99}, "prompt is a text. Received: b'" + "a" * 58 + "…"),
+    ({"prompt": "\ud800"}, "prompt is no valid Unicode: surrogates not allowed"),
+    ({"prompt": "a", "negative_prompt": ["b"]}, "negative_prompt is a text. Received: ['b']"),
+    ({"prompt": "a", "seed": 2**31}, "seed is a whole number of 32 bits. Received: 2147483648"),
+    ({"prompt": "a", "seed": 1.5}, "seed is a whole number. Received: 1.5"),
+    ({"prompt": "a", "seed": True}, "seed is a whole number. Received: True"),
+    ({"prompt": "a", "seed": float("inf")}, "seed is a whole number. Received: inf"),
+    ({"prompt": "a", "seed": "1.5"}, "seed is a whole number. Received: '1.5'"),
+    (
+        {"prompt": "a", "num_steps": 9},
+        "num_steps is a whole number from 1 to 8, the export's max_steps. Received: 9",
+    ),
+    (
+        {"prompt": "a", "num_steps": "0"},
+        "num_steps is a whole number from 1 to 8, the export's max_steps. Received: 0",
+    ),
+    ({"prompt": "a", "guidance_scale": "nan"}, "guidance_scale is a finite number. Rec"),
+    ({"prompt": "a", "guidance_scale": 10**400}, "guidance_scale is a finite number. Rec"),
+    ({"prompt": "a", "guidance_scale": False}, "guidance_scale is a finite number. Rec"),
+    ({"prompt": "a", "scheduler": "magic"}, "The scheduler is one of "),
+    ({"prompt": "a", "scheduler": 3}, "scheduler is a text. Received: 3"),
+    ({"prompt": "a", "id": 1.5}, "an id is a text or a whole number. Received: 1.5"),
+    ({"prompt": "a", "id": ""}, "an id is a text or a whole number. Received: ''"),
+    ({"prompt": "a", "id": "\udfff"}, "id is no valid Unicode"),
+    ({"prompt": "a", "id": "first"}, "the id is that of row 0 too"),
+    ({"prompt": "a", "id": 0}, None),
+]
+
+
+def test_failed_rows_have_reasons(manifest):
+    content = [{"prompt": "a", "id": "first"}, *(entry for entry, _ in BAD_ROWS)]
+    rows, failures = check_rows(content, SETTINGS, manifest)
+    assert [row.id for row in rows] == ["first", "0"]
+    assert [failure.row for failure in failures] == list(range(1, len(BAD_ROWS)))
+    for failure, (_, reason) in zip(failures, BAD_ROWS, strict=False):
+        assert failure.reason.startswith(reason)
+    assert failures[0].id == "000001" and failures[-1].id == "first"
+
+
+def test_a_row_overrides_the_flags(manifest):
+    own = {
+        "prompt": "b",
+        "negative_prompt": "",
+        "seed": "-7",
+        "num_steps": 3.0,
+        "guidance_scale": "2",
+        "scheduler": "euler",
+        "id": 12,
+    }
+    rows, failures = check_rows([{"prompt": "a"}, own], {**SETTINGS, "seed": 5}, manifest)
+    assert rows[0] == Row("000000", "a", None, 5, 2, 7.5, "ddim")
+    assert rows[1] == Row("12", "b", "", -7, 3, 2.0, "euler") and not failures
+
+
+def test_a_seed_follows_the_row_and_has_32_bits(manifest):
+    last = {**SETTINGS, "seed": 2**31 - 2}
+    rows, failures = check_rows([{"prompt": "a"}, {}, {"prompt": "c"}], last, manifest)
+    assert [row.seed for row in rows] == [2**31 - 2]
+    assert [f.reason for f in failures][1].startswith("seed is a whole number of 32 bits")
+
+
+def test_flags_are_checked(manifest):
+    for changed, message in (
+        ({"scheduler": "magic"}, "The scheduler is one of"),
+        ({"seed": 2**31}, "seed is a whole number of 32 bits"),
+        ({"guidance_scale": float("nan")}, "guidance_scale is a finite number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_settings({**SETTINGS, **changed}, manifest)
+
+
+def test_units_are_alike_and_hold_each_row_once(manifest):
+    content = [
+        {"prompt": str(i), "num_steps": 1 + i % 2, **({"negative_prompt": ""} if i % 3 else {})}
+        for i in range(50)
+    ]
+    rows, _ = check_rows(content, SETTINGS, manifest)
+    units = divide(rows, BATCH)
+    assert sorted(row.id for unit in units for row in unit.rows) == [row.id for row in rows]
+    assert [unit.index for unit in units] == list(range(len(units)))
+    assert [unit.rows[0].id for unit in units] == sorted(unit.rows[0].id for unit in units)
+    for unit in units:
+        assert len({(row.num_steps, row.negative_prompt is None) for row in unit.rows}) == 1
+    assert sum(len(unit.rows) < BATCH for unit in units) <= 4  # of each kind the last
+
+
+# The folder
+
+
+def test_names_are_safe_and_differ():
+    long = "x" * 5000
+    ids = [".", "..", "../a", "/etc/passwd", "a\0b", "a b", "a%20b", ".lock", "ü", "", "~", long]
+    names = [safe_name(identity) for identity in [*ids, long + "y", "x" * 150]]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert len(f"{name}.png") < 200 and not set(name) & set("/\0\\ ") and name[:1] != "."
+    assert safe_name("A-1_b.c") == "A-1_b.c" and safe_name("../a") == "%2E.%2Fa"
+
+
+def test_one_job_at_a_time(tmp_path, exported, capsys):
+    prompts = written(tmp_path / "p.txt", "a")
+    with Folder.opened(tmp_path / "out", "png"):
+        assert main(arguments(exported, prompts, tmp_path / "out")) == 1
+    assert f"Another job is writing to {tmp_path / 'out'}. Wait" in capsys.readouterr().err
+
+
+def test_paths_are_refused(tmp_path, exported, capsys):
+    prompts = written(tmp_path / "p.txt", "a")
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    written(strange / "000000.png", "not ours")
+    for given, message in (
+        (arguments(exported, tmp_path / "no.txt", tmp_path / "out"), "no.txt cannot be read: "),
+        (arguments(exported, tmp_path, tmp_path / "out"), "cannot be read: "),
+        (arguments(tmp_path, prompts, tmp_path / "out"), f"{tmp_path} is not an export"),
+        (arguments(exported, prompts, prompts / "out"), "cannot be written: "),
+        (arguments(exported, prompts, "/proc/out"), "--out /proc/out cannot be written: "),
+        (arguments(exported, prompts, strange), "is not empty and has no job.json"),
+        (arguments(exported, prompts, tmp_path / "out", "--workers", "0"), "--workers is at least"),
+        (
+            arguments(exported, prompts, tmp_path / "out", "--gpus_per_worker", "-1"),
+            "--gpus_per_worker is a number from 0. Received: -1.0",
+        ),
+        (
+            arguments(exported, prompts, tmp_path / "out", "--num_steps", "9"),
+            "None of the 1 rows of",
+        ),
+    ):
+        assert main(given) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_belongs_to_one_job(tmp_path, exported, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sd_tf.serving.batch.work", None)  # nothing may be run
+    prompts = written(tmp_path / "p.txt", "a\n\nb")
+    given = arguments(exported, prompts, tmp_path / "out")
+    with pytest.raises(ModuleNotFoundError):
+        main(given)
+    failed = (tmp_path / "out/failed.jsonl").read_text()
+    assert json.loads(failed) == {"row": 1, "id": "000001", "reason": "the prompt is empty"}
+    capsys.readouterr()
+    for more, message in (
+        (["--num_steps", "3"], "num_steps was 1, is 3"),
+        (["--negative_prompt", "é"], 'negative_prompt was null, is "é"'),
+        (
+            ["--seed", "4", "--format", "parquet"],
+            'format was "png", is "parquet"; seed was 0, is 4',
+        ),
+    ):
+        assert main([*given, *more]) == 1
+        assert f"{tmp_path / 'out'} holds another job: {message}. Give" in capsys.readouterr().err
+    written(prompts, "a\n\nc")
+    assert main(given) == 1
+    assert 'holds another job: prompts was {"suffix"' in capsys.readouterr().err
+    written(tmp_path / "out/job.json", "{")
+    assert main(given) == 1
+    assert "job.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_half_written_file_does_not_count(tmp_path, manifest):
+    rows, _ = check_rows([{"prompt": "a"}, {"prompt": "b"}], SETTINGS, manifest)
+    unit, *_ = divide(rows, BATCH)
+    with Folder.opened(tmp_path / "out", "png") as folder:
+        folder.claim({}, [])
+        written(folder.path / ".partial", "half")
+        written(folder.path / "000000.png", "first")
+        assert folder.missing([unit]) == [unit]
+        folder.add(unit, [b"other", b"second"])
+        assert folder.missing([unit]) == []
+        assert (folder.path / "000000.png").read_bytes() == b"first"
+        assert (folder.path / "000001.png").read_bytes() == b"second"
+
+
+# Progress and endings
+
+
+def test_progress(capsys, monkeypatch):
+    times = iter([100.0, 105.0, 120.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    progress = Progress(100)
+    for _ in range(3):
+        progress.add(20)
+    assert capsys.readouterr().out == "60 of 100, 2 rows/s, 20 s left\n"
+    assert progress.kept.startswith("60 rows were made and are kept")
+
+
+def test_gpus_are_shared_out():
+    assert work._chosen(work.Resources(), 0).workers == 1
+    four = work._chosen(work.Resources(), 4)
+    assert (four.workers, four.gpus_per_worker) == (4, 1)
+    assert work._chosen(work.Resources(gpus_per_worker=0.5), 2).workers == 4
+    assert work._chosen(work.Resources(gpus_per_worker=0), 2).workers == 1
+    with pytest.raises(BatchError, match="2 workers with 1 GPUs each need more than the 0 that"):
+        work._chosen(work.Resources(workers=2, gpus_per_worker=1), 0)
+
+
+class Answers:
+    """In place of Ray's handle of an actor."""
+
+    def __init__(self, attempts):
+        for name in ("begin", "end"):
+            setattr(self, name, SimpleNamespace(remote=getattr(attempts, name)))
+
+
+def test_errors_of_a_worker_are_its_answers(exported, manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(work.ray, "get", lambda answer: answer)
+    row = asdict(Row("a", "a", None, 5, 2, 7.5, "ddim"))
+    item = {"unit": 3, "rows": json.dumps([row])}
+    attempts = Answers(work.Attempts())
+    resources = work.Resources(workers=1, gpus_per_worker=0)
+    lost = work.Worker(work.Model(str(tmp_path), False, None), resources, attempts)
+    answer = lost(item)
+    assert answer["problem"].startswith(f"{tmp_path} is not an export") and answer["unit"] == 3
+
+    worker = work.Worker(work.Model(str(exported), False, None), resources, attempts)
+    assert worker.problem is None
+    answer = worker(item)
+    assert len(answer["pngs"]) == 1 and not answer["problem"]
+    monkeypatch.delattr(worker, "pipe")
+    assert worker(item)["problem"].startswith("AttributeError: ")
+    for _ in range(work.ATTEMPTS):
+        answer = worker(item)
+    expected = f"The unit 3 has ended its worker's process {work.ATTEMPTS + 1} times, as too little"
+    assert answer["problem"].startswith(expected)
+
+
+# Drawing
+
+
+@contextlib.contextmanager
+def driver(given, *program):
+    """The command in a process; whatever it started is gone at the end."""
+    process = subprocess.Popen(
+        [sys.executable, *(program or ("-m", "sd_tf.serving")), *given],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    own = {}
+    try:
+        yield process, own
+    finally:
+        own |= descendants(process)
+        process.kill()
+        process.communicate()
+        _, alive = psutil.wait_procs(own.values(), timeout=60)
+        for left in alive:
+            left.kill()
+        assert not alive, f"left running: {alive}"
+
+
+def descendants(process) -> dict[int, psutil.Process]:
+    try:
+        return {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def workers(process) -> list[psutil.Process]:
+    found = []
+    for candidate in descendants(process).values():
+        with contextlib.suppress(psutil.Error):
+            if "".join(candidate.cmdline()).startswith("ray::MapWorker"):
+                found.append(candidate)
+    return found
+
+
+def wait_for(folder: Path, pattern: str, count: int, process) -> int:
+    deadline = time.monotonic() + 240
+    while (found := len(list(folder.glob(pattern)))) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{found} {pattern}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def drawn(exported, tmp_path_factory):
+    """All prompts, drawn by two workers that are killed; folder and what the command printed."""
+    folder = tmp_path_factory.mktemp("drawn")
+    prompts = written(folder / "prompts.txt", "\n".join(PROMPTS))
+    given = arguments(exported, prompts, folder / "out", "--workers", "2")
+    with driver(given) as (process, own):
+        for count in (20, 200):
+            assert wait_for(folder / "out", "*.png", count, process) < COUNT
+            own |= descendants(process)
+            victim = workers(process)[0]
+            victim.kill()
+        own |= descendants(process)
+        output, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+    return folder, given, output
+
+
+def test_killed_workers_cost_nothing(drawn, pipe):
+    folder, _, output = drawn
+    out = folder / "out"
+    expected = pipe(PROMPTS, num_steps=1, seed=0).images
+    names = [f"{number:06d}.png" for number in range(COUNT)]
+    assert sorted(p.name for p in out.iterdir()) == sorted([".lock", "job.json", *names])
+    for name, image in zip(names, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(Image.open(out / name)), image)
+    parameters, _ = read_parameters(str(out / names[7]))
+    assert parameters == {
+        "prompt": PROMPTS[7],
+        "num_steps": 1,
+        "guidance_scale": 7.5,
+        "seed": 7,
+        "scheduler": pipe.manifest.default_sampler,
+    }
+    assert "0 of 500 rows are done already\n2 workers load the export\n" in output
+    assert output.endswith("all 500 rows are done.\n")
+
+
+def test_a_rerun_does_nothing(drawn):
+    folder, given, _ = drawn
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
+    code = (
+        f"import sys; from sd_tf.serving.__main__ import main; status = main({given!r})\n"
+        "print(status, [name for name in ('ray', 'tensorflow') if name in sys.modules])"
+    )
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert time.perf_counter() - start < 10
+    assert result.stdout.splitlines() == [
+        f"{folder / 'out'}: all 500 rows are done, nothing is missing.",
+        "0 []",
+    ]
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
+
+
+def test_a_killed_driver_goes_on(drawn, exported, tmp_path):
+    """To the same pictures, metadata included, as a driver that was not killed."""
+    folder, _, _ = drawn
+    prompts = parquet(tmp_path / "prompts.parquet", prompt=PROMPTS[:FEWER])
+    out = tmp_path / "out"
+    given = arguments(exported, prompts, out, "--format", "parquet")
+    with driver(given) as (process, own):
+        done = wait_for(out, "part-*", 4, process)
+        own |= descendants(process)
+        process.kill()
+    assert 4 <= done < FEWER // BATCH
+    before = {path: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    with driver(given) as (process, own):
+        wait_for(out, "part-*", len(before) + 1, process)
+        own |= descendants(process)
+        output, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+    assert f"{len(before) * BATCH} of {FEWER} rows are done already\n" in output
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    parts = sorted(out.glob("part-*"))
+    assert [path.name for path in parts] == [f"part-{i:06d}.parquet" for i in range(len(parts))]
+    table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in parts])
+    assert table["id"].to_pylist() == [f"{number:06d}" for number in range(FEWER)]
+    assert table["prompt"].to_pylist() == PROMPTS[:FEWER]
+    assert table["seed"].to_pylist() == list(range(FEWER))
+    assert set(table["negative_prompt"].to_pylist()) == {None}
+    for identity, png in zip(table["id"].to_pylist(), table["png"].to_pylist(), strict=True):
+        assert png == (folder / "out" / f"{identity}.png").read_bytes()
+
+
+def test_rows_of_their_own_settings(exported, pipe, tmp_path):
+    lines = [
+        {"prompt": "plain"},
+        {"prompt": "../up", "id": "../up", "num_steps": 2, "seed": -5},
+        {"prompt": ""},
+        {"prompt": "not this", "negative_prompt": "bad", "guidance_scale": 3},
+        {"prompt": "nor this", "negative_prompt": "", "guidance_scale": 3, "id": "n"},
+        {"prompt": "euler", "scheduler": "euler", "num_steps": 9},
+        {"prompt": "euler", "scheduler": "euler", "num_steps": 3},
+        {"prompt": "plain too"},
+    ]
+    prompts = written(tmp_path / "p.jsonl", "\n".join(json.dumps(line) for line in lines))
+    out = tmp_path / "out"
+    with driver(arguments(exported, prompts, out, "--seed", "100")) as (process, _):
+        output, error = process.communicate(timeout=300)
+    assert process.returncode == 1, error
+    assert f"2 rows cannot be drawn, see {out / 'failed.jsonl'}\n" in output
+    assert output.endswith(f"{out}: all 6 rows are done.\n")
+    failed = [json.loads(line) for line in (out / "failed.jsonl").read_text().splitlines()]
+    assert [failure["row"] for failure in failed] == [2, 5]
+
+    calls = {
+        ("000000", "000007"): pipe(["plain", "plain too"], num_steps=1, seed=[100, 107]),
+        ("%2E.%2Fup",): pipe("../up", num_steps=2, seed=-5),
+        ("000003", "n"): pipe(
+            ["not this", "nor this"], ["bad", ""], num_steps=1, guidance_scale=3, seed=[103, 104]
+        ),
+        ("000006",): pipe("euler", num_steps=3, seed=106, scheduler="euler"),
+    }
+    assert {path.stem for path in out.glob("*.png")} == {name for names in calls for name in names}
+    for names, result in calls.items():
+        for name, image in zip(names, result.images, strict=True):
+            png = (out / f"{name}.png").read_bytes()
+            np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), image)
+    assert read_parameters(str(out / "n.png"))[0]["negative_prompt"] == ""
+
+
+DYING = """
+import os, signal, sys
+from sd_tf.serving.__main__ import main
+from sd_tf.serving.batch import work
+
+class Dying(work.Worker):
+    def load(self, model, resources):
+        pass
+
+    def draw(self, rows):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+work.Worker, work.ATTEMPTS = Dying, 2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_kills_its_worker_each_time_ends_the_job(exported, tmp_path):
+    prompts = written(tmp_path / "p.txt", "a")
+    given = arguments(exported, prompts, tmp_path / "out")
+    with driver(given, "-c", DYING) as (process, _):
+        _, error = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "A worker failed: The unit 0 has ended its worker's process" in error
+    assert "0 rows were made and are kept; the same command makes the others." in error

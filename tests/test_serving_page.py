@@ -1,0 +1,597 @@
+"""The web page in a real browser, used as a person uses it, on the real server.
+
+What a healthy server does not show (busy, lost, failing) is put in its place by the browser.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import expect
+
+from sd_tf.generate import METADATA, REPEATED
+from sd_tf.training import world
+from sd_tf.training.world.captions import Ask, AskedThing
+from tests.page_browser import DESKTOP, PATIENCE, PHONE, artifacts, chromium, opened
+
+PROMPT = "a large red star on a dark blue background"
+ASK = Ask((AskedThing("star", "red", "large"),), "dark blue", position=None, relation=None)
+MARKUP = """<img src=x onerror="document.title='run'"></script><script>alert(1)</script> "&amp;\""""
+FOR_SHELLS = """it's "quoted" $HOME $(id) `id` \\n back\\slash !! %s\nsecond line, größer ★"""
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+)
+
+expect.set_options(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def url(served_url):
+    return served_url.rstrip("/") + "/"
+
+
+@pytest.fixture(scope="module")
+def browser(url):
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def visit(browser, url):
+    with opened(browser, url, permissions=["clipboard-read", "clipboard-write"]) as (page, seen):
+        yield page, seen
+
+
+@pytest.fixture
+def page(visit):
+    return visit[0]
+
+
+def draw(page, prompt=PROMPT, **values):
+    fill(page, prompt, **values)
+    page.keyboard.press("Control+Enter")
+
+
+def fill(page, prompt=PROMPT, **values):
+    expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    page.fill("#prompt", prompt)
+    if "seed" in values:
+        page.uncheck("#random")
+    for name, value in values.items():
+        page.fill(f"#{name}", str(value))
+
+
+def drawn(page, count=1):
+    expect(page.locator("#state")).to_contain_text("Done in")
+    expect(page.locator("#cards > li")).to_have_count(count)
+
+
+def download(page, place=0) -> bytes:
+    with page.expect_download() as download:
+        page.locator("#cards > li").nth(place).get_by_text("Download").click()
+    return Path(download.value.path()).read_bytes()
+
+
+def pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+
+
+def answer(page, **response):
+    page.route("**/generate", lambda route: route.fulfill(**response))
+
+
+def stream(page, *events):
+    body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
+    answer(page, body=body, content_type="text/event-stream")
+
+
+ACCEPTED = ("accepted", {"id": "1", "images": [{"index": 0, "prompt": "", "seed": 1}], "calls": 4})
+PROGRESS = ("progress", {"index": 0, "done": 2, "calls": 4})
+PREVIEW = ("preview", {"index": 0, "done": 2, "png": PIXEL})
+
+
+# Drawing
+
+
+def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
+    page, seen = visit
+    fill(page, num_steps=20, guidance_scale=4, seed=1, count=4)
+    page.evaluate(
+        """() => {
+          window.previews = 0;
+          new MutationObserver((changes) => {
+            window.previews += changes.filter((c) => c.target.src?.startsWith("data:")).length;
+          }).observe(document.getElementById("tiles"),
+            { subtree: true, attributes: true, attributeFilter: ["src"] });
+        }"""
+    )
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#tiles img[src^='data:']").first).to_be_visible()
+    expect(page.locator("#stop")).to_be_visible()
+    page.screenshot(path=artifacts(tmp_path) / "running.png")
+    drawn(page, count=4)
+    page.screenshot(path=artifacts(tmp_path) / "done.png")
+    assert page.evaluate("window.previews") > 0
+
+    right = []
+    for place in range(4):
+        png = download(page, place)
+        content = json.loads(Image.open(io.BytesIO(png)).text[METADATA])
+        assert {name: content.get(name) for name in REPEATED} == {
+            "prompt": PROMPT,
+            "negative_prompt": None,
+            "num_steps": 20,
+            "guidance_scale": 4.0,
+            "seed": 4 - place,
+            "scheduler": page.locator("#scheduler").input_value(),
+        }
+        assert pixels(png).shape == (64, 64, 3)
+        verdict = world.judge(world.read(pixels(png)), ASK)
+        right.append(verdict["shape"] and verdict["colour"] and verdict["background"])
+    assert sum(right) >= 3, right
+
+    expect(page.locator("#cards .parameters").first).to_have_text(
+        re.compile(r"20 steps · guidance 4 · \w+ · seed\s4")
+    )
+    assert not [r for r in seen.requests if not r.startswith((url, f"blob:{url[:8]}", "data:"))]
+    assert not seen.errors
+
+
+def test_stopping_in_the_middle(visit):
+    page, seen = visit
+    most = page.locator("#count").get_attribute
+    expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/generate")):
+        draw(page, num_steps=50, count=most("max"))
+        expect(page.locator("#tiles img").first).to_be_visible()
+        page.keyboard.press("Escape")
+    expect(page.locator("#state")).to_have_text("Stopped")
+    expect(page.locator("#announcer")).to_have_text("Stopped")
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.locator("#notice")).to_be_hidden()
+    before = page.locator("#cards > li").count()
+    draw(page, num_steps=2, count=1)
+    drawn(page, count=before + 1)
+    assert not seen.errors
+
+
+def test_the_stop_button(page):
+    draw(page, num_steps=50, count=16)
+    page.locator("#stop").click()
+    expect(page.locator("#state")).to_have_text("Stopped")
+    expect(page.locator("#generate")).to_be_focused()
+
+
+def test_without_previews(page):
+    page.uncheck("#live")
+    with page.expect_request("**/generate") as request:
+        draw(page, num_steps=2)
+    assert request.value.post_data_json["previews"] == 0
+    drawn(page)
+
+
+# The gallery
+
+
+def test_the_gallery_survives_a_reload(page):
+    draw(page, num_steps=3, count=2, seed=7, negative_prompt="a blue circle")
+    drawn(page, count=2)
+    before = download(page)
+    page.reload()
+    expect(page.locator("#cards > li")).to_have_count(2)
+    expect(page.locator("#gallery-title")).to_have_text("This session (2)")
+    assert download(page) == before
+    expect(page.locator("#prompt")).to_have_value(PROMPT)
+    expect(page.locator("#seed")).to_have_value("7")
+    draw(page, num_steps=2, count=1)
+    drawn(page, count=3)
+
+
+def test_clearing_can_be_undone(page):
+    draw(page, num_steps=2, count=2)
+    drawn(page, count=2)
+    page.click("#clear")
+    expect(page.locator("#cards > li")).to_have_count(0)
+    page.click("#undo")
+    expect(page.locator("#cards > li")).to_have_count(2)
+    page.wait_for_timeout(200)
+    page.reload()
+    expect(page.locator("#cards > li")).to_have_count(2)
+    page.click("#clear")
+    page.wait_for_timeout(200)
+    page.reload()
+    expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    expect(page.locator("#gallery")).to_be_hidden()
+
+
+@pytest.mark.parametrize("refusal", ["IDBObjectStore.prototype.add", "IDBFactory.prototype.open"])
+def test_a_browser_that_stores_nothing(visit, refusal):
+    page, seen = visit
+    page.add_init_script(
+        f"{refusal} = () => {{ throw new DOMException('full', 'QuotaExceededError'); }};"
+    )
+    page.reload()
+    draw(page, num_steps=2)
+    drawn(page)
+    expect(page.locator("#notice")).to_be_hidden()
+    assert not seen.errors
+
+
+def test_parameters_are_used_again(page):
+    draw(page, num_steps=3, guidance_scale=2.5, seed=-5, negative_prompt="a circle", count=2)
+    drawn(page, count=2)
+    fill(page, "something else", num_steps=9, seed=1, negative_prompt="")
+    page.locator("#cards > li").nth(1).get_by_text("Use again").click()
+    expected = {
+        "prompt": PROMPT,
+        "negative_prompt": "a circle",
+        "num_steps": "3",
+        "guidance_scale": "2.5",
+        "seed": "-5",
+        "count": "1",
+    }
+    for name, value in expected.items():
+        expect(page.locator(f"#{name}")).to_have_value(value)
+    expect(page.locator("#random")).not_to_be_checked()
+
+    draw(page, seed=8, negative_prompt="")
+    drawn(page, count=3)
+    page.fill("#negative_prompt", "a square")
+    page.locator("#cards > li").first.get_by_text("Use again").click()
+    expect(page.locator("#negative_prompt")).to_have_value("")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_command_draws_the_same(page, tmp_path):
+    draw(page, FOR_SHELLS, num_steps=2, seed=3)
+    drawn(page)
+    page.locator("#cards").get_by_text("curl").click()
+    expect(page.locator("#cards").get_by_text("Copied")).to_be_visible()
+    command = page.evaluate("navigator.clipboard.readText()")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, check=True, env={**os.environ, "PATH": path}
+    )
+    png = (tmp_path / "sd_tf-3.png").read_bytes()
+    assert json.loads(Image.open(io.BytesIO(png)).text[METADATA])["prompt"] == FOR_SHELLS
+    difference = pixels(png).astype(int) - pixels(download(page))
+    assert abs(difference).max() <= 2
+    refused = subprocess.run(
+        ["sh", "-c", command.replace('"num_steps":2', '"num_steps":0')],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode != 0
+    assert "num_steps" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+# Errors
+
+
+def test_wrong_values_are_said_at_their_fields(visit):
+    page, seen = visit
+    fill(page, " ", num_steps=900, guidance_scale="", count=0, seed=2**31)
+    page.click("#generate")
+    expect(page.locator("#prompt")).to_be_focused()
+    for name, text in {
+        "prompt": "Say what the picture is to show.",
+        "num_steps": "A whole number from 1 to",
+        "guidance_scale": "A number, such as 4 or 7.5.",
+        "count": "A whole number from 1 to",
+        "seed": "A whole number from -2147483648 to 2147483647.",
+    }.items():
+        expect(page.locator(f"#{name}-error")).to_contain_text(text)
+        expect(page.locator(f"#{name}")).to_have_attribute("aria-invalid", "true")
+    assert not [request for request in seen.requests if request.endswith("/generate")]
+    page.fill("#num_steps", "5")
+    expect(page.locator("#num_steps-error")).to_be_hidden()
+    expect(page.locator("#num_steps")).not_to_have_attribute("aria-invalid", "true")
+
+
+def test_a_schedulers_most_steps(page):
+    page.route("**/about", altered_about(schedulers={"ddim": 20, "lcm": 8}))
+    page.reload()
+    fill(page, num_steps=20)
+    page.select_option("#scheduler", "lcm")
+    expect(page.locator("#num_steps-hint")).to_have_text("1 to 8")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#num_steps-error")).to_have_text("A whole number from 1 to 8, with lcm.")
+
+
+def altered_about(**values):
+    def handle(route):
+        route.fulfill(json={**route.fetch().json(), **values})
+
+    return handle
+
+
+def test_a_checkpoint_without_guidance(page):
+    page.route("**/about", altered_about(guidance=False, examples=[]))
+    page.reload()
+    expect(page.locator("#guidance_scale")).to_be_hidden()
+    expect(page.locator("#negative_prompt")).to_be_hidden()
+    expect(page.locator("#examples")).to_be_hidden()
+    stream(page, ACCEPTED)
+    with page.expect_request("**/generate") as request:
+        draw(page)
+    assert not {"guidance_scale", "negative_prompt"} & request.value.post_data_json.keys()
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refusal_stands_beside_the_form(page, status):
+    answer(page, status=status, json={"error": "Not like <b>this</b>."})
+    draw(page)
+    expect(page.locator("#form-notice")).to_have_text("Not like <b>this</b>.")
+    expect(page.locator("#notice")).to_be_hidden()
+
+
+def test_a_refusal_stands_at_the_field_that_it_names(page):
+    answer(page, status=422, json={"error": "num_steps is at most 3. Received: 20"})
+    draw(page)
+    expect(page.locator("#num_steps-error")).to_have_text("num_steps is at most 3. Received: 20")
+    expect(page.locator("#num_steps")).to_be_focused()
+
+
+def test_a_busy_server(page, tmp_path):
+    answer(
+        page, status=429, headers={"Retry-After": "2"}, json={"error": "8 requests are waiting."}
+    )
+    draw(page, num_steps=2)
+    expect(page.locator("#notice-text")).to_have_text("The server is busy. 8 requests are waiting.")
+    again = page.locator("#again")
+    expect(again).to_have_text(re.compile("Try again in [12] s"))
+    expect(again).to_have_attribute("aria-disabled", "true")
+    page.screenshot(path=artifacts(tmp_path) / "busy.png")
+    page.unroute("**/generate")
+    expect(again).to_have_text("Try again")
+    again.click()
+    drawn(page)
+    expect(page.locator("#notice")).to_be_hidden()
+
+
+@pytest.mark.parametrize("status", [500, 503, 504])
+def test_a_failing_server(page, status):
+    answer(page, status=status, body="<html>proxy</html>")
+    draw(page)
+    expect(page.locator("#notice-text")).to_contain_text(f"HTTP {status}")
+    expect(page.locator("#again")).to_have_text("Try again")
+    expect(page.locator("#state")).to_have_text("Not finished")
+
+
+def test_the_connection_is_lost_in_the_middle(page, tmp_path):
+    stream(page, ACCEPTED, PROGRESS, PREVIEW)
+    draw(page)
+    lost = "The connection to the server was lost. Finished pictures are kept."
+    expect(page.locator("#notice-text")).to_have_text(lost)
+    expect(page.locator("#tiles .unfinished img")).to_be_visible()
+    page.screenshot(path=artifacts(tmp_path) / "lost.png")
+    page.unroute("**/generate")
+    page.route("**/generate", lambda route: route.abort())
+    page.click("#again")
+    expect(page.locator("#notice-text")).to_have_text(lost)
+
+
+def test_the_server_fails_in_the_middle(page):
+    stream(page, ACCEPTED, PROGRESS, ("error", {"status": 500, "error": "Out of <i>memory</i>."}))
+    draw(page)
+    expect(page.locator("#notice-text")).to_have_text(
+        "The server could not do it: Out of <i>memory</i>."
+    )
+
+
+def test_a_stream_may_be_cut_anywhere_and_holds_comments(page):
+    """One event in pieces of three bytes, comments between, and \\r\\n at the ends of lines."""
+    page.add_init_script(
+        """const real = fetch;
+        window.fetch = async (address, options) => {
+          const response = await real(address, options);
+          const bytes = new Uint8Array(await response.arrayBuffer());
+          const pieces = new ReadableStream({
+            start(controller) {
+              for (let i = 0; i < bytes.length; i += 3) controller.enqueue(bytes.slice(i, i + 3));
+              controller.close();
+            },
+          });
+          return new Response(pieces, response);
+        };"""
+    )
+    page.reload()
+    parameters = {"prompt": "größer ★", "num_steps": 4, "scheduler": "ddim", "seed": 1}
+    image = {"index": 0, "seed": 1, "png": PIXEL, "parameters": parameters}
+    text = ": ping\r\n\r\n"
+    for name, data in (ACCEPTED, PREVIEW, ("image", image), ("done", {"seconds": 1.25})):
+        content = json.dumps(data, ensure_ascii=False)
+        text += f"event: {name}\r\ndata: {content}\r\n\r\n: ping\r\n\r\n"
+    answer(page, body=text.encode(), content_type="text/event-stream")
+    draw(page)
+    drawn(page)
+    expect(page.locator("#cards .prompt")).to_have_text("größer ★")
+
+
+def test_a_server_that_does_not_answer(page):
+    page.route("**/about", lambda route: route.abort())
+    page.reload()
+    expect(page.locator("#model")).to_have_text("The server does not answer.")
+    page.unroute("**/about")
+    page.click("#again")
+    expect(page.locator("#model")).to_contain_text("64×64 px")
+
+
+# Safety
+
+
+def test_markup_is_only_text(visit, url):
+    page, seen = visit
+    dialogs = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    draw(page, MARKUP, num_steps=2, negative_prompt=MARKUP)
+    drawn(page)
+    page.reload()
+    expect(page.locator("#cards .prompt")).to_have_text(MARKUP)
+    page.locator("#cards .open").click()
+    expect(page.locator("#viewer-title")).to_have_text(MARKUP)
+    expect(page.locator("#viewer-facts")).to_contain_text(MARKUP)
+    assert page.locator("img[src=x]").count() == 0
+    assert page.locator("body script").count() == 0
+    assert page.title() == "sd_tf"
+    assert f"{url}x" not in seen.requests
+    assert not dialogs
+    assert not seen.errors
+
+
+# For everybody
+
+
+def test_with_the_keyboard_alone(visit):
+    page, seen = visit
+    expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    keyboard = page.keyboard
+    tab_to(page, "prompt")
+    keyboard.type(PROMPT)
+    tab_to(page, "num_steps")
+    keyboard.type("3")
+    tab_to(page, "count")
+    keyboard.type("2")
+    keyboard.press("Control+Enter")
+    drawn(page, count=2)
+
+    focused = page.locator(":focus")
+    while "Enlarge" not in (focused.get_attribute("aria-label") or ""):
+        keyboard.press("Tab")
+        assert is_marked(page), focused.evaluate("element => element.outerHTML")
+    tab_to_class(page, "#cards > li:first-child .open")
+    keyboard.press("Enter")
+    expect(page.locator("#viewer")).to_be_visible()
+    first = page.locator("#viewer-facts").inner_text()
+    keyboard.press("ArrowRight")
+    expect(page.locator("#viewer-facts")).not_to_have_text(first)
+    keyboard.press("Escape")
+    expect(page.locator("#viewer")).to_be_hidden()
+    expect(page.locator("#cards > li:first-child .open")).to_be_focused()
+    keyboard.press("Tab")
+    expect(focused).to_have_text("Use again")
+    keyboard.press("Enter")
+    expect(page.locator("#prompt")).to_be_focused()
+    expect(page.locator("#random")).not_to_be_checked()
+    assert not seen.errors
+
+
+def tab_to(page, name, most=30):
+    tab_to_class(page, f"#{name}", most)
+
+
+def tab_to_class(page, selector, most=30):
+    for _ in range(most):
+        if page.locator(selector).evaluate("element => element === document.activeElement"):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"{selector} was not reached.")
+
+
+def is_marked(page) -> bool:
+    return page.evaluate(
+        """() => document.activeElement === document.body ||
+          getComputedStyle(document.activeElement).outlineStyle !== "none" """
+    )
+
+
+def test_every_control_has_a_name(page):
+    draw(page, num_steps=2)
+    drawn(page)
+    page.locator("#cards .open").click()
+    tree = page.locator("body").aria_snapshot() + page.locator("#viewer").aria_snapshot()
+    nameless = re.compile(r"- (button|textbox|spinbutton|combobox|checkbox|link)(:|$| \[)", re.M)
+    assert not nameless.findall(tree), tree
+
+
+def test_screen_readers_hear_of_the_run(page):
+    page.evaluate(
+        """() => {
+          window.said = [];
+          const announcer = document.getElementById("announcer");
+          new MutationObserver(() => window.said.push(announcer.textContent))
+            .observe(announcer, { childList: true });
+        }"""
+    )
+    draw(page, num_steps=30)
+    drawn(page)
+    expect(page.locator("#announcer")).to_contain_text("Done in")
+    said = [text for text in page.evaluate("window.said") if text]
+    assert said[0] == "Generating 1 picture."
+    assert any(text.endswith(" percent") for text in said)
+    assert len(said) <= 6
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_nothing_is_wider_than_the_screen(browser, url, size, scheme, tmp_path):
+    folder = artifacts(tmp_path)
+    name = f"{'phone' if size is PHONE else 'desktop'}-{scheme}"
+    is_phone = size is PHONE
+    options = {"viewport": size, "color_scheme": scheme, "has_touch": is_phone}
+    with opened(browser, url, **options) as (page, seen):
+
+        def look(state):
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= size["width"], (state, width)
+            page.screenshot(path=folder / f"{name}-{state}.png")
+
+        expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+        look("empty")
+        draw(page, "an_endless_word_" * 20, num_steps=2, count=3)
+        drawn(page, count=3)
+        look("done")
+        page.locator("#cards .open").first.click()
+        look("viewer")
+        page.keyboard.press("Escape")
+        draw(page, "", num_steps=-1)
+        look("wrong")
+        assert not seen.errors
+
+
+def test_small_pictures_keep_their_pixels(page):
+    draw(page, num_steps=2)
+    drawn(page)
+    rendering = "image => getComputedStyle(image).imageRendering"
+    assert page.locator("#cards img").evaluate(rendering) == "pixelated"
+    page.locator("#cards .open").click()
+    expect(page.locator("#viewer-picture")).to_have_class("small")
+    width = page.locator("#viewer-picture").evaluate("image => image.clientWidth")
+    assert width > 64
+    assert width % 64 == 0
+
+
+def test_large_pictures_are_smooth(page):
+    data = io.BytesIO()
+    Image.new("RGB", (512, 512), "teal").save(data, "PNG")
+    page.evaluate(
+        """async (bytes) => {
+          const { picture } = await import("./static/dom.js");
+          const blob = new Blob([new Uint8Array(bytes)], { type: "image/png" });
+          document.getElementById("stage").append(picture(URL.createObjectURL(blob), "large"));
+        }""",
+        list(data.getvalue()),
+    )
+    expect(page.get_by_alt_text("large")).to_have_js_property("naturalWidth", 512)
+    expect(page.get_by_alt_text("large")).not_to_have_class("small")
+
+
+def test_reduced_motion(browser, url):
+    with opened(browser, url, reduced_motion="reduce") as (page, _):
+        page.route("**/generate", lambda route: None)
+        draw(page)
+        animation = page.locator("#tiles .waiting").evaluate(
+            "element => getComputedStyle(element).animationName"
+        )
+        assert animation == "none"
