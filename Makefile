@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-first test-second test-parity test-full-size test-jax lint format clean
+.PHONY: demo serve test test-first test-second test-parity test-full-size test-jax lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
     "a small yellow heart in the top left on a striped background" \
@@ -21,6 +21,13 @@ demo: $(VENV)/core.stamp
 	    --output=out/report
 	@echo "The pictures are in out/pictures, the report beside them in out."
 
+# The embedded checkpoint behind a page and TensorFlow Serving's API, until Ctrl+C.
+serve: $(VENV)/serve.stamp
+	test -f exports/tiny/pipeline.json || \
+	    $(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4
+	$(BIN)/python -m sd_tf.serving ray --export_dir exports/tiny --num_steps 20 \
+	    --guidance_scale 4 --examples docs/tiny_prompts.txt
+
 # Two groups at a time; the full-size models come last and alone, because they want the memory. A
 # group is a process, so that what TensorFlow traced and keeps does not pile up.
 test: lint
@@ -35,7 +42,7 @@ test-jax: export KERAS_BACKEND = jax
 test-first: $(VENV)/test.stamp
 	$(PYTEST) tests/test_[a-r]*.py -m "not full_size"
 
-test-second: $(VENV)/test.stamp
+test-second: $(VENV)/test.stamp $(VENV)/chromium.stamp
 	$(PYTEST) tests/test_[s-z]*.py -m "not full_size"
 
 test-parity: $(VENV)/test.stamp
@@ -62,7 +69,17 @@ $(VENV)/core.stamp: requirements/core.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(VENV)/test.stamp: requirements/test.txt $(VENV)/core.stamp
+$(VENV)/serve.stamp: requirements/serve.txt $(VENV)/core.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/serve.txt
+	touch $@
+
+# A browser for the tests of the page.
+$(VENV)/chromium.stamp: $(VENV)/test.stamp
+	command -v chromium > /dev/null || { apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core > /dev/null; }
+	touch $@
+
+$(VENV)/test.stamp: requirements/test.txt requirements/serve.txt $(VENV)/core.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
 	touch $@
 

@@ -9,6 +9,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import keras
 import pytest
 
+from sd_tf.checkpoints import TINY_FOLDER
+from sd_tf.weights import open_checkpoint
 from tests import peers
 
 
@@ -32,3 +34,37 @@ def small_pipelines(tmp_path_factory):
         return made[family]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_exports(tmp_path_factory):
+    """batch size → an export of the shipped checkpoint, made on first use."""
+    folders = {}
+
+    def make(batch_size):
+        if batch_size not in folders:
+            from sd_tf.export import Options, export
+
+            folder = tmp_path_factory.mktemp("tiny") / "export"
+            options = Options(batch_size=batch_size, verify="off")
+            export(open_checkpoint(TINY_FOLDER), folder, options)
+            folders[batch_size] = folder
+        return folders[batch_size]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def served(tiny_exports, tmp_path_factory):
+    """The Ray Serve application with the shipped checkpoint."""
+    from tests.served import serving
+
+    folder = tmp_path_factory.mktemp("served")
+    flags = ["--num_steps", "20", "--guidance_scale", "4", "--max_queue", "64"]
+    with serving(tiny_exports(4), folder, *flags) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def served_url(served):
+    return served.url

@@ -540,6 +540,7 @@ def test_nothing_is_wider_than_the_screen(browser, url, size, scheme, tmp_path):
     name = f"{'phone' if size is PHONE else 'desktop'}-{scheme}"
     is_phone = size is PHONE
     options = {"viewport": size, "color_scheme": scheme, "has_touch": is_phone}
+    options["reduced_motion"] = "reduce"  # the screenshots are not to show half a scroll
     with opened(browser, url, **options) as (page, seen):
 
         def look(state):

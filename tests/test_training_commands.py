@@ -88,11 +88,15 @@ def test_tiny_recipe_end_to_end(tmp_path):
         micro.CONFIG,
         scenes=12,
         autoencoder=replace(tiny.TINY.autoencoder, **few),
-        denoiser=replace(tiny.TINY.denoiser, **few, batch_size=4),
+        denoiser=tuple(
+            replace(phase, settings=replace(phase.settings, **few, batch_size=4))
+            for phase in tiny.TINY.denoiser
+        ),
     )
     said = []
     folder = tiny.train(recipe, tmp_path / "run", said.append)
-    assert (tmp_path / "run" / "denoiser" / "000004.png").is_file()
+    for phase in ("denoiser-1", "denoiser-2"):
+        assert (tmp_path / "run" / phase / "000004.png").is_file()
     assert any(line.startswith("step 4/4: loss") and "min left" in line for line in said)
     checkpoint = open_checkpoint(folder)
     assert {t.dtype for t in checkpoint.tensors("unet").values()} == {"float16"}
@@ -101,7 +105,7 @@ def test_tiny_recipe_end_to_end(tmp_path):
 
     again = []
     tiny.train(recipe, tmp_path / "run", again.append)
-    assert sum(line.startswith("resumed at step 4") for line in again) == 2
+    assert sum(line.startswith("resumed at step 4") for line in again) == 3
     assert not any(line.startswith("step ") for line in again)
 
 

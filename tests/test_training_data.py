@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -17,6 +18,7 @@ from sd_tf.training.batches import LatentBatches, PictureBatches, to_model
 from sd_tf.training.data import World, open_source, read_picture, shuffled, to_rgb
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.scene import HELD_OUT
+from tests import micro
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -428,10 +430,14 @@ def tokenize(texts):
 LATENTS = np.arange(30, dtype="float16").reshape(30, 1, 1, 1) + np.zeros((SIDE, SIDE, 2), "float16")
 
 
-def latent_batches(seed=3, **options):
-    return LatentBatches(
-        Numbered(), BATCH, seed, LATENTS, scaling_factor=0.5, tokenize=tokenize, **options
+def latent_batches(seed=3, num_timesteps=1000, **options):
+    settings = replace(micro.SETTINGS, batch_size=BATCH, seed=seed)
+    config = replace(
+        micro.CONFIG,
+        vae=replace(micro.CONFIG.vae, scaling_factor=0.5),
+        schedule=replace(micro.CONFIG.schedule, num_train_timesteps=num_timesteps),
     )
+    return LatentBatches(Numbered(), settings, LATENTS, config, tokenize, **options)
 
 
 def picture_batches(seed=3):

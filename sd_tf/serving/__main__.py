@@ -17,6 +17,7 @@ COMMANDS = {
         "write a folder for TensorFlow Serving, or check one",
     ),
     "ray": ("sd_tf.serving.ray_app.command", "serve an export with Ray Serve, and its page"),
+    "load": ("sd_tf.serving.load", "measure how much a running application takes"),
     "client": ("sd_tf.serving.client_command", "make pictures with a server's models"),
     "batch": ("sd_tf.serving.batch.command", "make the pictures of a file of prompts, on Ray"),
 }

@@ -33,7 +33,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     tiny = commands.add_parser("tiny", help="train the embedded checkpoint anew, from nothing")
     _add_run(tiny)
-    tiny.add_argument("--steps", type=int, help="of the denoiser, in place of the recipe's")
 
     tune = commands.add_parser("text_to_image", help="fine-tune a checkpoint on captioned pictures")
     _add_run(tune)
@@ -95,11 +94,7 @@ def train_tiny(options: argparse.Namespace) -> None:
     _use_all_devices()
     from sd_tf.training import tiny
 
-    recipe = tiny.TINY
-    if options.steps is not None:
-        denoiser = dataclasses.replace(recipe.denoiser, steps=options.steps)
-        recipe = dataclasses.replace(recipe, denoiser=denoiser)
-    tiny.train(recipe, options.out, _report)
+    tiny.train(tiny.TINY, options.out, _report)
 
 
 def tune(options: argparse.Namespace) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sd_tf.config import PipelineConfig
 from sd_tf.training.data import Source, shuffled
+from sd_tf.training.settings import Settings
 
 Batch = dict[str, np.ndarray]
 DRAWS = 2  # stream of a seed; `data.ORDER` is another
@@ -46,18 +48,17 @@ class LatentBatches(Batches):
     def __init__(
         self,
         source: Source,
-        batch_size: int,
-        seed: int,
+        settings: Settings,
         latents: np.ndarray,  # (N, h, w, C), as the encoder gives them
-        scaling_factor: float,
+        config: PipelineConfig,
         tokenize: Callable[[list[str]], np.ndarray],
-        num_timesteps: int = 1000,
         caption_dropout: float = 0.1,
     ):
-        super().__init__(source, batch_size, seed)
-        self.latents, self.scaling_factor = latents, np.float32(scaling_factor)
-        self.tokenize = tokenize
-        self.num_timesteps, self.caption_dropout = num_timesteps, caption_dropout
+        super().__init__(source, settings.batch_size, settings.seed)
+        self.latents, self.tokenize = latents, tokenize
+        self.scaling_factor = np.float32(config.vae.scaling_factor)
+        self.num_timesteps = config.schedule.num_train_timesteps
+        self.caption_dropout = caption_dropout
 
     def __call__(self, step: int) -> Batch:
         draws = self.draws(step)

@@ -46,16 +46,7 @@ def finetune(
     text_encoder = checkpoint.build("text_encoder", settings.precision)
     text_encoder.trainable = options.train_text_encoder
     tokenizer = checkpoint.tokenizer()
-    batches = LatentBatches(
-        source,
-        settings.batch_size,
-        settings.seed,
-        latents,
-        config.vae.scaling_factor,
-        tokenizer,
-        config.schedule.num_train_timesteps,
-        options.caption_dropout,
-    )
+    batches = LatentBatches(source, settings, latents, config, tokenizer, options.caption_dropout)
     prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
     painter = Painter(config, text_encoder, unet, vae, tokenizer)
 

@@ -27,15 +27,22 @@ VOCABULARY_SCENES = 4000  # captions from which the words of the world are colle
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A run of text encoder and UNet, on what the one before it left."""
+
+    settings: Settings
+    min_snr: float | None  # None: all noise levels weigh the same
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that the tiny checkpoint's weights depend on."""
 
     config: PipelineConfig
     scenes: int  # of the training world
     autoencoder: Settings
-    denoiser: Settings
+    denoiser: tuple[Phase, ...]
     caption_dropout: float = 0.1
-    min_snr: float | None = 5.0
 
 
 TINY = Recipe(
@@ -49,13 +56,31 @@ TINY = Recipe(
         averaging=Averaging(half_life=100),
         sample_every=800,
     ),
-    denoiser=Settings(
-        steps=8_000,
-        batch_size=32,
-        learning_rate=1e-3,
-        warm_up=300,
-        averaging=Averaging(half_life=300),
-        sample_every=1000,
+    # First what things look like; then, with the noisiest steps weighing as much as the others,
+    # where they stand, which min-SNR weights leave nearly unlearnt.
+    denoiser=(
+        Phase(
+            Settings(
+                steps=8000,
+                batch_size=32,
+                learning_rate=1e-3,
+                warm_up=300,
+                averaging=Averaging(half_life=300),
+                sample_every=1000,
+            ),
+            min_snr=5.0,
+        ),
+        Phase(
+            Settings(
+                steps=6000,
+                batch_size=32,
+                learning_rate=8e-4,
+                warm_up=200,
+                averaging=Averaging(half_life=300),
+                sample_every=1000,
+            ),
+            min_snr=None,
+        ),
     ),
 )
 
@@ -76,17 +101,17 @@ def train(recipe: Recipe, folder: Path, report: Callable[[str], None] = print) -
     return target
 
 
-def build(recipe: Recipe, name: str, **options) -> keras.layers.Layer:
+def build(recipe: Recipe, name: str, settings: Settings, **options) -> keras.layers.Layer:
     part = recipe.config.components[name]
-    model = MODEL_CLASSES[type(part)](part, dtype=recipe.denoiser.precision)
-    initialize(model, name, recipe.denoiser.seed, **options)
+    model = MODEL_CLASSES[type(part)](part, dtype=settings.precision)
+    initialize(model, name, settings.seed, **options)
     return model
 
 
 def train_autoencoder(recipe, pictures: Source, folder: Path, report):
     """Returns the VAE, its scaling factor, and the latents (N, h, w, C) of all pictures."""
     config, settings = recipe.config, recipe.autoencoder
-    vae = build(recipe, "vae", open_output=True)
+    vae = build(recipe, "vae", settings, open_output=True)
     side = config.unet.sample_size
     shape = (side, side, config.vae.latent_channels)
     batches = PictureBatches(pictures, settings.batch_size, settings.seed, shape)
@@ -100,29 +125,23 @@ def train_autoencoder(recipe, pictures: Source, folder: Path, report):
 
 
 def train_denoiser(recipe, pictures: Source, latents, vae, folder: Path, report):
-    config, settings = recipe.config, recipe.denoiser
+    config, first = recipe.config, recipe.denoiser[0].settings
     tokenizer = ClipTokenizer.clip(config.text_encoder.pad_token_id)
-    text_encoder = build(recipe, "text_encoder", token_ids=vocabulary(pictures, tokenizer))
-    unet = build(recipe, "unet")
-    batches = LatentBatches(
-        pictures,
-        settings.batch_size,
-        settings.seed,
-        latents,
-        config.vae.scaling_factor,
-        tokenizer,
-        config.schedule.num_train_timesteps,
-        recipe.caption_dropout,
-    )
+    text_encoder = build(recipe, "text_encoder", first, token_ids=vocabulary(pictures, tokenizer))
+    unet = build(recipe, "unet", first)
     prompts = [text for things in (1, 2) for text, _ in world.prompts(18, "train", things)]
     painter = Painter(config, text_encoder, unet, vae, tokenizer)
-    stage = folder / "denoiser"
+    for number, phase in enumerate(recipe.denoiser, start=1):
+        stage, settings = folder / f"denoiser-{number}", phase.settings
+        batches = LatentBatches(
+            pictures, settings, latents, config, tokenizer, recipe.caption_dropout
+        )
 
-    def sample(step):
-        contact_sheet(painter.draw(prompts)).save(stage / f"{step:06d}.png")
+        def sample(step, stage=stage):
+            contact_sheet(painter.draw(prompts)).save(stage / f"{step:06d}.png")
 
-    loss = Denoising(unet, text_encoder, config.schedule, recipe.min_snr)
-    Run(loss, batches, settings, stage, report, sample).train()
+        loss = Denoising(unet, text_encoder, config.schedule, phase.min_snr)
+        Run(loss, batches, settings, stage, report, sample).train()
     return text_encoder, unet, tokenizer
 
 

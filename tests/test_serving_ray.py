@@ -1,0 +1,518 @@
+"""The Ray Serve application, started by its command: pictures, TensorFlow Serving's API, faults."""
+
+import base64
+import http.client
+import io
+import json
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import grpc
+import numpy as np
+import pytest
+import tensorflow as tf
+from google.protobuf import any_pb2
+from PIL import Image
+from tensorflow.core.protobuf import saved_model_pb2
+from tensorflow_serving.apis import (
+    get_model_metadata_pb2,
+    get_model_status_pb2,
+    model_service_pb2_grpc,
+    predict_pb2,
+    prediction_service_pb2_grpc,
+)
+
+from sd_tf.generate import read_parameters
+from sd_tf.pipeline import Pipeline
+from sd_tf.serving.__main__ import main
+from sd_tf.serving.client import Client
+from tests.served import in_background, kill
+
+PROMPT = "a large red star on a dark blue background"
+OTHER = "a small green ring on a gray background"
+CALL = {"num_steps": 4, "guidance_scale": 4.0}
+LATENT = np.random.default_rng(0).standard_normal((4, 16, 16, 4)).astype("float32")
+CODES = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def pipe(served):
+    return Pipeline.load(served.export_dir)
+
+
+@pytest.fixture(scope="module")
+def channel(served):
+    limits = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(served.grpc, limits) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel):
+    return prediction_service_pb2_grpc.PredictionServiceStub(channel)
+
+
+def send(served, path="/generate", body=None, **headers):
+    """The open answer, whatever its status."""
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    request = urllib.request.Request(served.url + path, data, headers)
+    try:
+        return urllib.request.urlopen(request, timeout=120)
+    except urllib.error.HTTPError as error:
+        return error
+
+
+def generate(served, prompt=PROMPT, **body):
+    with send(served, body={"prompt": prompt, **CALL, **body}) as answer:
+        content = json.loads(answer.read())
+    assert answer.status == 200, content
+    return content
+
+
+def pixels(image):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(image["png"]))))
+
+
+def events(answer):
+    """(name, content) of a stream, as they come."""
+    name = None
+    for line in answer:
+        field, _, value = line.decode().rstrip("\n").partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def stream(served, **body):
+    return send(served, body={"prompt": PROMPT, **CALL, **body}, accept="text/event-stream")
+
+
+# Pictures
+
+
+def test_the_pictures_are_the_pipelines(served, pipe, tmp_path):
+    content = generate(served, [PROMPT, OTHER], seed=7, count=2, negative_prompt="blue")
+    images = content["images"]
+    assert [(image["index"], image["seed"]) for image in images] == [(i, 7 + i) for i in range(4)]
+    expected = pipe([PROMPT] * 2 + [OTHER] * 2, "blue", seed=7, **CALL).images
+    np.testing.assert_array_equal(np.stack([pixels(image) for image in images]), expected)
+
+    path = tmp_path / "one.png"
+    path.write_bytes(base64.b64decode(images[2]["png"]))
+    parameters, needed = read_parameters(path)
+    assert parameters == images[2]["parameters"] and not needed
+    assert parameters == {
+        "prompt": OTHER,
+        "negative_prompt": "blue",
+        "seed": 9,
+        "scheduler": "ddim",
+        **CALL,
+    }
+
+
+def test_several_callers_share_a_batch(served, pipe):
+    """Each gets the picture of its own seed, whatever its place; settings are never mixed."""
+    asked = [(seed, steps) for seed in range(8) for steps in (2, 3)]
+    expected = {
+        steps: pipe([PROMPT] * 8, seed=0, num_steps=steps, guidance_scale=4.0).images
+        for steps in (2, 3)
+    }
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(
+            pool.map(lambda pair: generate(served, seed=pair[0], num_steps=pair[1]), asked)
+        )
+    for (seed, steps), answer in zip(asked, answers, strict=True):
+        difference = pixels(answer["images"][0]).astype(int) - expected[steps][seed]
+        assert np.abs(difference).max() <= 1, (seed, steps)
+
+
+def test_a_stream_with_previews(served, pipe):
+    with stream(served, seed=3, count=2, previews=2) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        seen = list(events(answer))
+    names = [name for name, _ in seen]
+    assert names[0] == "accepted" and names[-1] == "done"
+    assert seen[0][1]["calls"] == 4
+    assert [image["seed"] for image in seen[0][1]["images"]] == [3, 4]
+    latents = []
+    pipe([PROMPT] * 2, seed=3, callback=lambda *args: latents.append(args[2]), **CALL)
+    for index in (0, 1):
+        mine = [(name, content) for name, content in seen if content.get("index") == index]
+        assert [c["done"] for name, c in mine if name == "progress"] == [1, 2, 3, 4]
+        assert [c["done"] for name, c in mine if name == "preview"] == [1, 3]
+        preview = next(content for name, content in mine if name == "preview")
+        np.testing.assert_array_equal(pixels(preview), pipe.decode(latents[0])[index])
+        assert mine[-1][0] == "image"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 422, "Invalid JSON"),
+        (b"[]", 422, "Input should be an object"),
+        ({}, 422, "prompt: Field required"),
+        ({"prompt": 1}, 422, "prompt: Input should be a valid string"),
+        ({"prompt": []}, 422, "One call gives 1 to 16 pictures. Received: 0"),
+        ({"prompt": "a", "count": 17}, 422, "One call gives 1 to 16 pictures. Received: 17"),
+        ({"prompt": "a", "count": 0}, 422, "count: Input should be greater than or equal to 1"),
+        ({"prompt": "a" * 10_001}, 422, "A prompt has at most 10000 characters. Received: 10001"),
+        ({"prompt": "a", "num_steps": 101}, 422, "num_steps is a whole number from 1 to 100"),
+        ({"prompt": "a", "num_steps": True}, 422, "num_steps: Input should be a valid integer"),
+        ({"prompt": "a", "scheduler": "x"}, 422, "The scheduler is one of ddim, "),
+        ({"prompt": "a", "seed": 2**31}, 422, "A seed is a whole number of 32 bits"),
+        ({"prompt": "a", "seed": [1, 2]}, 422, "One seed, or one for each of 1 prompts"),
+        ({"prompt": "a", "guidance_scale": 1e9}, 422, "guidance_scale is at most 1e+06"),
+        (b'{"prompt": "a", "guidance_scale": NaN}', 422, "guidance_scale"),
+        ({"prompt": "a", "timeout": 0}, 422, "timeout: Input should be greater than 0"),
+        ({"prompt": "a", "steps": 3}, 422, "steps: Extra inputs are not permitted"),
+        (b" " * (2 << 20), 413, "The body is longer than 1048576 bytes."),
+        ({"prompt": "a", "num_steps": 100, "timeout": 0.05}, 504, "Give a larger timeout."),
+    ],
+)
+def test_what_is_refused(served, body, status, message):
+    answer = send(served, body=body)
+    assert answer.status == status
+    assert message in json.loads(answer.read())["error"]
+
+
+def test_pages_and_paths(served):
+    for path, status in (
+        ("/", 200),
+        ("/static/page.js", 200),
+        ("/health", 200),
+        ("/ready", 200),
+        ("/static/../ray_app/front.py", 404),
+        ("/static/%2e%2e/ray_app/front.py", 404),
+        ("/static//etc/passwd", 404),
+        ("/..%2f..%2fetc/passwd", 404),
+    ):
+        answer = send(served, path)
+        assert answer.status == status, path
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    about = json.loads(send(served, "/about").read())
+    assert (about["width"], about["batch_size"], about["default_scheduler"]) == (64, 4, "ddim")
+    assert about["schedulers"]["lcm"] == 50 and about["guidance"] is True
+
+
+def test_metrics(served):
+    generate(served, seed=1)
+    end = time.monotonic() + 30
+    while True:  # Ray reports every few seconds
+        text = urllib.request.urlopen(served.metrics, timeout=20).read().decode()
+        if "sd_tf_pictures" in text and "sd_tf_stage_seconds" in text and "sd_tf_waiting" in text:
+            break
+        assert time.monotonic() < end
+        time.sleep(1)
+    assert any(
+        line.startswith("ray_sd_tf_pictures") and 'outcome="done"' in line
+        for line in text.splitlines()
+    )
+
+
+# TensorFlow Serving's API
+
+STEPS = {"num_steps": np.int32(3), "scheduler": np.int32(0)}
+PREDICTED = [
+    ("text_encoder", "serving_default", {"tokens": np.full((1, 77), 7, "int32")}),
+    ("text_encoder", "plain_serving_default", {"tokens": np.full((4, 77), 9, "int32")}),
+    ("diffusion_model", "noise", {"seed": np.arange(4, dtype="int32")}),
+    ("diffusion_model", "begin", {"noise": LATENT, **STEPS}),
+    ("decoder", "serving_default", {"latent": LATENT}),
+    ("decoder", "png", {"latent": LATENT}),
+    (
+        "image_encoder",
+        "serving_default",
+        {"images": np.tanh(LATENT[..., :3].repeat(4, 1).repeat(4, 2))},
+    ),
+]
+
+
+def request_of(model, signature="", inputs=None, version=None):
+    request = predict_pb2.PredictRequest()
+    request.model_spec.name, request.model_spec.signature_name = model, signature
+    if version is not None:
+        request.model_spec.version.value = version
+    for name, value in (inputs or {}).items():
+        request.inputs[name].CopyFrom(tf.make_tensor_proto(value))
+    return request
+
+
+def known_signature(served, model, signature):
+    content = (served.export_dir / model / "1" / "saved_model.pb").read_bytes()
+    signatures = saved_model_pb2.SavedModel.FromString(content).meta_graphs[0].signature_def
+    return signature if signature in signatures else signature.removeprefix("plain_")
+
+
+@pytest.mark.parametrize(("model", "signature", "inputs"), PREDICTED)
+def test_predict_is_the_saved_model(served, stub, model, signature, inputs):
+    signature = known_signature(served, model, signature)
+    response = stub.Predict(request_of(model, signature, inputs), timeout=60)
+    function = tf.saved_model.load(str(served.export_dir / model / "1")).signatures[signature]
+    expected = function(**{name: tf.constant(value) for name, value in inputs.items()})
+    assert response.outputs.keys() == expected.keys()
+    for name, value in expected.items():
+        ours = tf.make_ndarray(response.outputs[name])
+        np.testing.assert_array_equal(ours, value.numpy(), strict=True)
+    spec = response.model_spec
+    assert (spec.name, spec.version.value, spec.signature_name) == (model, 1, signature)
+
+
+def test_metadata_and_status(served, stub, channel):
+    for model in ("text_encoder", "diffusion_model", "decoder", "image_encoder"):
+        request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
+        request.model_spec.name = model
+        answer: any_pb2.Any = stub.GetModelMetadata(request).metadata["signature_def"]
+        signatures = get_model_metadata_pb2.SignatureDefMap()
+        assert answer.Unpack(signatures)
+        content = (served.export_dir / model / "1" / "saved_model.pb").read_bytes()
+        file = saved_model_pb2.SavedModel.FromString(content).meta_graphs[0].signature_def
+        assert dict(signatures.signature_def) == dict(file)
+
+        request = get_model_status_pb2.GetModelStatusRequest()
+        request.model_spec.name = model
+        status = model_service_pb2_grpc.ModelServiceStub(channel).GetModelStatus(request)
+        (entry,) = status.model_version_status
+        assert (entry.version, entry.State.Name(entry.state)) == (1, "AVAILABLE")
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "message"),
+    [
+        (("vae",), CODES.NOT_FOUND, "Servable not found for request: Latest(vae)"),
+        (
+            ("decoder", "", None, 7),
+            CODES.NOT_FOUND,
+            "Servable not found for request: Specific(decoder, 7)",
+        ),
+        (("",), CODES.INVALID_ARGUMENT, "ModelSpec has no name specified."),
+        (
+            ("decoder", "x"),
+            CODES.FAILED_PRECONDITION,
+            'Serving signature key "x" not found.',
+        ),
+        (
+            ("decoder", "", {"images": LATENT}),
+            CODES.INVALID_ARGUMENT,
+            "input tensor alias not found in signature: images. "
+            "Inputs expected to be in the set {latent}.",
+        ),
+        (
+            ("decoder", "", {"latent": LATENT.astype("float64")}),
+            CODES.INVALID_ARGUMENT,
+            "Expects arg[0] to be float but double is provided",
+        ),
+        (
+            ("decoder", "", {"latent": LATENT[:3]}),
+            CODES.INVALID_ARGUMENT,
+            "Input latent has the shape [3,16,16,4], its signature takes [4,16,16,4].",
+        ),
+    ],
+)
+def test_grpc_errors(stub, asked, code, message):
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Predict(request_of(*asked), timeout=30)
+    assert (caught.value.code(), caught.value.details()) == (code, message)
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_our_client(served, pipe, scheme):
+    server = f"grpc://{served.grpc}" if scheme == "grpc" else served.url
+    with Client(server, served.export_dir) as client:
+        ours = client([PROMPT] * 2, "green", seed=5, num_steps=2).images
+    np.testing.assert_array_equal(ours, pipe([PROMPT] * 2, "green", seed=5, num_steps=2).images)
+
+
+def test_rest_errors(served):
+    for path, body, status, message in (
+        ("/v1/models/vae:predict", b"{}", 404, "Servable not found for request: Latest(vae)"),
+        ("/v1/models/decoder:predict", b"{", 400, "JSON Parse error"),
+        ("/v1/models/..%2f..%2fetc:predict", b"{}", 404, "Servable not found"),
+        ("/v1/models", b"{}", 400, "Malformed request: POST /v1/models"),
+    ):
+        answer = send(served, path, body)
+        assert answer.status == status, path
+        assert message in json.loads(answer.read())["error"]
+
+
+def test_fuzzed_requests(served):
+    """Two thousand of them: always an answer that says what is wrong, and it goes on."""
+    source = random.Random(0)
+    url = urlsplit(served.url)
+    valid = json.dumps({"prompt": PROMPT, "num_steps": 1, "seed": 1, "previews": 1}).encode()
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
+    statuses = set()
+    for index in range(1500):
+        body = source.randbytes(source.randint(0, 200))
+        if index % 3:
+            place = source.randrange(len(valid))
+            body = valid[:place] + source.randbytes(source.randint(1, 3)) + valid[place + 1 :]
+        path = source.choice(["/generate", "/v1/models/decoder:predict", "/v1/models/x:predict"])
+        connection.request("POST", path, body)
+        answer = connection.getresponse()
+        content = json.loads(answer.read())
+        statuses.add(answer.status)
+        assert answer.status == 200 or content["error"], (path, body)
+    connection.close()
+    assert statuses <= {200, 400, 404, 422} and {400, 404, 422} <= statuses
+
+    request = request_of("decoder", "", {"latent": LATENT}).SerializeToString()
+    with grpc.insecure_channel(served.grpc) as channel:
+        raw = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
+        codes = set()
+        for _ in range(500):
+            place = source.randrange(120)
+            content = request[:place] + source.randbytes(2) + request[place + 2 :]
+            try:
+                raw(content, timeout=30)
+                codes.add(CODES.OK)
+            except grpc.RpcError as error:
+                codes.add(error.code())
+    assert codes <= {
+        CODES.OK,
+        CODES.INTERNAL,  # not a request at all
+        CODES.NOT_FOUND,
+        CODES.INVALID_ARGUMENT,
+        CODES.FAILED_PRECONDITION,
+    }
+    assert generate(served, seed=1)["images"]
+
+
+# Load and faults
+
+
+def test_busy_is_said_at_once(served):
+    """More than may wait is refused, what was accepted is drawn."""
+    body = {"num_steps": 20, "count": 16, "seed": 1}
+    with ThreadPoolExecutor(8) as pool:
+        start = time.monotonic()
+        answers = list(pool.map(lambda _: finished(served, body), range(8)))
+    refused = [(answer, taken) for answer, _, taken in answers if answer.status == 429]
+    drawn = [content for answer, content, _ in answers if answer.status == 200]
+    assert len(refused) + len(drawn) == 8 and refused and drawn
+    assert all(len(content["images"]) == 16 for content in drawn)
+    for answer, taken in refused:
+        assert taken < 0.5 * (time.monotonic() - start)
+        assert int(answer.headers["retry-after"]) > 0
+
+
+def finished(served, body):
+    start = time.monotonic()
+    answer = send(served, body={"prompt": PROMPT, **body})
+    return answer, json.loads(answer.read()), time.monotonic() - start
+
+
+def test_work_stops_when_the_client_leaves(served):
+    long = {"num_steps": 100, "count": 4}
+    start = time.monotonic()
+    generate(served, **long)
+    whole = time.monotonic() - start
+
+    def leave_at_the_first_step():
+        answer = stream(served, **long)
+        for name, _ in events(answer):
+            if name == "progress":
+                break
+        answer.close()
+
+    start = time.monotonic()
+    for _ in range(3):
+        leave_at_the_first_step()
+    generate(served, num_steps=1)
+    assert time.monotonic() - start < whole
+
+
+def test_a_replica_killed_in_the_middle(served):
+    expected = pixels(generate(served, num_steps=30, seed=2)["images"][0])
+    answer = stream(served, num_steps=30, seed=2)
+    last, images = None, []
+    for name, content in events(answer):
+        if name == "progress" and content["done"] == 3:
+            (pid,) = served.replicas("diffusion_model")
+            kill(pid)
+        if name == "image":
+            images.append(content)
+        last = name, content
+    if last[0] == "error":  # fails cleanly, if the new one is not there soon enough
+        assert last[1]["status"] == 503
+    else:
+        np.testing.assert_array_equal(pixels(images[0]), expected)
+    end = time.monotonic() + 200
+    while True:  # comes back by itself
+        answer, content, _ = finished(served, {"num_steps": 30, "seed": 2, "guidance_scale": 4.0})
+        if answer.status == 200:
+            break
+        assert answer.status in (503, 429) and time.monotonic() < end, content
+        time.sleep(1)
+    np.testing.assert_array_equal(pixels(content["images"][0]), expected)
+
+
+def test_an_export_swapped_under_load(served, tiny_exports):
+    """No request fails, and then the new export draws."""
+    old, new = served.export_dir, tiny_exports(2)
+    aside = old.with_name("aside")
+    lock, answers = threading.Lock(), []
+
+    def ask(stop):
+        while not stop.is_set():
+            answer, content, _ = finished(served, {"num_steps": 2, "seed": 1, "count": 3})
+            with lock:
+                answers.append((answer.status, content))
+
+    def batch_size():
+        return json.loads(send(served, "/about").read())["batch_size"]
+
+    with in_background(ask), in_background(ask):
+        for place, size in ((new, 2), (aside, 4)):
+            old.rename(aside if size == 2 else new)
+            place.rename(old)
+            end = time.monotonic() + 120
+            while batch_size() != size:
+                assert time.monotonic() < end
+                time.sleep(0.5)
+            time.sleep(1)
+    assert len(answers) > 10
+    assert {status for status, _ in answers} == {200}, answers[-1]
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--export_dir", "nowhere"], "nowhere is not an export"),
+        (["--detach"], "--detach goes with --address"),
+        (["--max_queue", "0"], "--max_queue is at least 1. Received: 0"),
+        (["--timeout", "-1"], "--timeout is at least 0. Received: -1.0"),
+        (["--replicas", "vae=1"], "There is no deployment vae. There are front, "),
+        (["--replicas", "decoder=3-1"], "MIN not above MAX"),
+        (["--replicas", "decoder=x"], "decoder: invalid literal"),
+        (["--examples", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_wrong_flags(served, capsys, flags, message):
+    exported = [] if "--export_dir" in flags else ["--export_dir", str(served.export_dir)]
+    assert main(["ray", *exported, *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_load_command(served, tmp_path, capsys):
+    path = tmp_path / "load.json"
+    arguments = ["--url", served.url, "--clients", "1", "3", "--seconds", "3", "--num_steps", "1"]
+    assert main(["load", *arguments, "--output", str(path)]) == 0
+    records = json.loads(path.read_text())
+    assert [record["clients"] for record in records] == [1, 3]
+    for record in records:
+        assert record["pictures"] > 0 and record["wrong"] == record["failed"] == 0
+        assert 0 < record["p50"] <= record["p95"] < 60
+    assert "pictures/s" in capsys.readouterr().out
+    assert main(["load", "--url", "ftp://x"]) == 1
+    assert "--url is http://host:port" in capsys.readouterr().err
+    assert main(["load", "--clients", "0"]) == 1
+    assert "--clients are 1 to 256 each. Received: 0" in capsys.readouterr().err
