@@ -277,6 +277,10 @@ def test_paths_are_refused(tmp_path, exported, capsys):
             "--gpus_per_worker is a number from 0. Received: -1.0",
         ),
         (
+            arguments(exported, prompts, tmp_path / "out", "--address", "ray://host:10001"),
+            "Start the job on a node of the cluster, with --address auto",
+        ),
+        (
             arguments(exported, prompts, tmp_path / "out", "--num_steps", "9"),
             "None of the 1 rows of",
         ),

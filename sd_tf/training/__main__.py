@@ -47,6 +47,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tune.add_argument("--train_text_encoder", action="store_true")
     tune.add_argument("--caption_dropout", type=float, default=0.1)
     tune.add_argument("--even_weights", action="store_true", help="no min-SNR weighting")
+    tune.add_argument(
+        "--first_timestep",
+        type=int,
+        default=0,
+        help="train from it on alone: the noisiest decide where things stand",
+    )
     tune.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
     tune.add_argument("--precision", choices=PRECISIONS, default="float32")
     tune.add_argument("--no_average", action="store_true", help="save the last weights")
@@ -132,6 +138,7 @@ def tune(options: argparse.Namespace) -> None:
             options.train_text_encoder,
             options.caption_dropout,
             None if options.even_weights else finetune.Options.min_snr,
+            options.first_timestep,
             options.save_dtype,
         ),
         options.out,

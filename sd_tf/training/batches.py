@@ -53,11 +53,13 @@ class LatentBatches(Batches):
         config: PipelineConfig,
         tokenize: Callable[[list[str]], np.ndarray],
         caption_dropout: float = 0.1,
+        first_timestep: int = 0,
     ):
+        """`first_timestep`: only those from it on; the noisiest ones decide where things stand."""
         super().__init__(source, settings.batch_size, settings.seed)
         self.latents, self.tokenize = latents, tokenize
         self.scaling_factor = np.float32(config.vae.scaling_factor)
-        self.num_timesteps = config.schedule.num_train_timesteps
+        self.timesteps = range(first_timestep, config.schedule.num_train_timesteps)
         self.caption_dropout = caption_dropout
 
     def __call__(self, step: int) -> Batch:
@@ -75,7 +77,7 @@ class LatentBatches(Batches):
         return {
             "latents": self.latents[[i for i, _ in examples]] * self.scaling_factor,
             "noise": draws.standard_normal((size, *self.latents.shape[1:]), "float32"),
-            "timesteps": (places * self.num_timesteps).astype("int32"),
+            "timesteps": (self.timesteps.start + places * len(self.timesteps)).astype("int32"),
             "tokens": self.tokenize(captions),
         }
 

@@ -22,6 +22,7 @@ class Options:
     train_text_encoder: bool = False
     caption_dropout: float = 0.1
     min_snr: float | None = 5.0
+    first_timestep: int = 0
     save_dtype: str | None = None  # None: as the variables are, float32
 
 
@@ -46,7 +47,15 @@ def finetune(
     text_encoder = checkpoint.build("text_encoder", settings.precision)
     text_encoder.trainable = options.train_text_encoder
     tokenizer = checkpoint.tokenizer()
-    batches = LatentBatches(source, settings, latents, config, tokenizer, options.caption_dropout)
+    batches = LatentBatches(
+        source,
+        settings,
+        latents,
+        config,
+        tokenizer,
+        options.caption_dropout,
+        options.first_timestep,
+    )
     prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
     painter = Painter(config, text_encoder, unet, vae, tokenizer)
 

@@ -20,7 +20,8 @@ EPILOG = f"""\
 negative_prompt, seed, num_steps, guidance_scale, scheduler and id. What a row does not give is as
 the flags say; its seed is then --seed plus the row's number, its id that number. Started again, a
 job makes what is missing. Rows that cannot be drawn are listed in {FAILED}. Exit status: 0 all rows
-drawn, 1 some failed or the job stopped. A cluster's nodes need sd_tf and the export at its path.
+drawn, 1 some failed or the job stopped. The nodes of a cluster need sd_tf, and the export at the
+same path; RAY_AUTH_MODE=token where Ray asks for its token.
 """
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nojit_compile", action="store_true", help="run without XLA")
     parser.add_argument("--compile_cache", help="folder where XLA keeps compiled code")
     parser.add_argument(
-        "--address", help="of a running Ray: auto, HOST:PORT or ray://… (default: one of its own)"
+        "--address", help="of a running Ray, auto or HOST:PORT (default: one that the job starts)"
     )
     parser.add_argument("--workers", type=int, help="(default: one for each GPU, else 1)")
     parser.add_argument(
@@ -140,6 +141,11 @@ def _check_resources(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 <= value < float("inf"):
             raise BatchError(f"--{name} is a number from 0. Received: {value}")
+    if (options.address or "").startswith("ray://"):
+        raise BatchError(
+            f"Ray Data does not run through Ray's client. Start the job on a node of the cluster, "
+            f"with --address auto (`ray job submit` does). Received: {options.address}"
+        )
 
 
 class Progress:

@@ -1,5 +1,7 @@
 """The deployments, and how they hang together."""
 
+import dataclasses
+
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
@@ -43,8 +45,6 @@ def build(settings: Settings):
 
 def with_scales(settings: Settings, components: list[str]) -> Settings:
     """A scale for every deployment; the diffusion model, which does the work, reserves a core."""
-    import dataclasses
-
     known = [FRONT, *components]
     if unknown := sorted(settings.scales.keys() - set(known)):
         raise ValueError(

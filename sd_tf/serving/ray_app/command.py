@@ -52,10 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     settings = read_settings(options)
-    import ray
-    from ray import serve
-    from ray.serve.config import HTTPOptions, gRPCOptions
-
+    try:
+        import ray
+        from ray import serve
+        from ray.serve.config import HTTPOptions, gRPCOptions
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: pip install 'sd_tf[serve]'.") from error
     from sd_tf.serving.ray_app.application import GRPC_SERVICES, NAME, build
 
     application = build(settings)
