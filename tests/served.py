@@ -19,33 +19,31 @@ START_SECONDS, STOP_SECONDS = 400, 60
 class Served:
     url: str
     grpc: str  # host:port
-    metrics: str
+    metrics: str | None
     export_dir: Path
     process: subprocess.Popen
 
     def replicas(self, deployment: str) -> list[int]:
         """Process ids of a deployment's replicas, of this application alone."""
-        title = f"ray::ServeReplica:sd_tf:{deployment}"
-        mine = descendants(self.process.pid)
-        return [pid for pid in mine if command_line(pid).startswith(title)]
+        return replicas(self.process.pid, deployment)
 
 
 @contextmanager
-def serving(export_dir: Path, folder: Path, *flags: str):
-    """`folder`: for its log."""
+def serving(export_dir: Path, folder: Path, *flags: str, address: str | None = None):
+    """`folder`: for its log; `address`: of a cluster, instead of a Ray of its own."""
     http, grpc, metrics = free_ports(3)
     log = folder / "serving.log"
+    where = ["--metrics_port", str(metrics)] if address is None else ["--address", address]
     arguments = [
         *(sys.executable, "-m", "sd_tf.serving", "ray", "--export_dir", str(export_dir)),
-        *("--http_port", str(http), "--grpc_port", str(grpc), "--metrics_port", str(metrics)),
-        *flags,
+        *("--http_port", str(http), "--grpc_port", str(grpc), *where, *flags),
     ]
     with open(log, "wb") as output:
         process = subprocess.Popen(arguments, stdout=output, stderr=output)
     served = Served(
         f"http://127.0.0.1:{http}",
         f"127.0.0.1:{grpc}",
-        f"http://127.0.0.1:{metrics}/metrics",
+        f"http://127.0.0.1:{metrics}/metrics" if address is None else None,
         export_dir,
         process,
     )
@@ -64,6 +62,12 @@ def serving(export_dir: Path, folder: Path, *flags: str):
         while left := [pid for pid in mine if re.search("ray", command_line(pid))]:
             assert time.monotonic() < end, [command_line(pid) for pid in left]
             time.sleep(0.5)
+
+
+def replicas(root: int, deployment: str) -> list[int]:
+    """Process ids of a deployment's replicas among what that process started."""
+    title = f"ray::ServeReplica:sd_tf:{deployment}"
+    return [pid for pid in descendants(root) if command_line(pid).startswith(title)]
 
 
 def descendants(pid: int) -> list[int]:

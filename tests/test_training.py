@@ -15,11 +15,11 @@ import torch
 from diffusers.training_utils import compute_snr
 from safetensors.numpy import load_file
 
-from sd_tf.config import FAMILIES
+from sd_tf.config import END_TOKEN, FAMILIES
 from sd_tf.sampling.tables import abar
 from sd_tf.training.ema import Average
 from sd_tf.training.initial import initialize
-from sd_tf.training.losses import Denoising
+from sd_tf.training.losses import Denoising, Reading
 from sd_tf.training.settings import Averaging, Settings, TrainingError
 from sd_tf.training.step import compiled_step
 from sd_tf.training.trainer import STATE_FILE, Run, optimizer_for
@@ -85,6 +85,35 @@ def test_min_snr_weights(small_pipelines, prediction):
     divisor = snr + 1 if prediction == "v_prediction" else snr
     np.testing.assert_allclose(weight, np.minimum(snr, 5.0) / divisor, rtol=1e-3)
     np.testing.assert_allclose(abar(schedule), pipeline.scheduler.alphas_cumprod, rtol=1e-5)
+
+
+@pytest.mark.backend
+def test_reading_is_pytorchs_cross_entropy():
+    """Over what stands from a caption's end on; and the text encoder learns from it."""
+    rng = np.random.default_rng(0)
+    loss = Reading(micro.build("text_encoder"), (3, 5))
+    for variable in loss.layer.variables:
+        variable.assign(rng.standard_normal(variable.shape, "float32"))
+    tokens = rng.integers(0, 1000, (4, 77)).astype("int32")
+    ends = [5, 20, 76, 1]
+    for row, end in zip(tokens, ends, strict=True):
+        row[end:] = END_TOKEN
+    batch = {"tokens": tokens, "answers": np.array([[0, 4], [2, 0], [1, 1], [0, 2]], "int32")}
+    value, figures = loss(batch)
+
+    context = np.array(loss.text_encoder(tokens)["context"])
+    pooled = np.stack([row[end:].mean(axis=0) for row, end in zip(context, ends, strict=True)])
+    logits = torch.from_numpy(pooled @ np.array(loss.layer.kernel) + np.array(loss.layer.bias))
+    answers = torch.from_numpy(batch["answers"]).long()
+    parts = [(logits[:, :3], answers[:, 0]), (logits[:, 3:], answers[:, 1])]
+    expected = sum(torch.nn.functional.cross_entropy(*part) for part in parts)
+    np.testing.assert_allclose(float(value), float(expected), rtol=1e-5)
+    right = np.all([(part.argmax(1) == answer).numpy() for part, answer in parts], axis=0).mean()
+    assert float(figures["all_right"]) == right
+
+    gradients, _ = micro.gradients_of(loss, batch)
+    assert len(gradients) == len(loss.trainable_variables)
+    assert all(np.abs(np.array(gradient)).max() > 0 for gradient in gradients[-2:])
 
 
 def test_initial_blocks_are_identities():

@@ -82,20 +82,23 @@ def test_evaluation_refuses(tmp_path):
 
 
 def test_tiny_recipe_end_to_end(tmp_path):
-    """All stages, a few steps each; the checkpoint it leaves is exported and evaluated."""
+    """Stages of each kind, a few steps each; the checkpoint it leaves is exported and evaluated."""
     few = {"steps": 4, "warm_up": 1, "log_every": 2, "save_every": 2, "sample_every": 2}
+    few["jit_compile"] = False
+    _, _, of_one_thing, reads, _, of_everything = tiny.TINY.denoiser
+    assert of_one_thing.things == 1 and of_one_thing.complete
     recipe = tiny.Recipe(
         micro.CONFIG,
         scenes=12,
         autoencoder=replace(tiny.TINY.autoencoder, **few),
         denoiser=tuple(
             replace(phase, settings=replace(phase.settings, **few, batch_size=4))
-            for phase in tiny.TINY.denoiser
+            for phase in (of_one_thing, reads, of_everything)
         ),
     )
     said = []
     folder = tiny.train(recipe, tmp_path / "run", said.append)
-    for phase in ("denoiser-1", "denoiser-2"):
+    for phase in ("denoiser-1", "denoiser-3"):
         assert (tmp_path / "run" / phase / "000004.png").is_file()
     assert any(line.startswith("step 4/4: loss") and "min left" in line for line in said)
     checkpoint = open_checkpoint(folder)
@@ -105,7 +108,7 @@ def test_tiny_recipe_end_to_end(tmp_path):
 
     again = []
     tiny.train(recipe, tmp_path / "run", again.append)
-    assert sum(line.startswith("resumed at step 4") for line in again) == 3
+    assert sum(line.startswith("resumed at step 4") for line in again) == 4
     assert not any(line.startswith("step ") for line in again)
 
 

@@ -16,6 +16,7 @@ from sd_tf.training.world import captions, oracle, scene
 from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
 from sd_tf.training.world.draw import background, draw
 from sd_tf.training.world.oracle import UNKNOWN, judge, read
+from sd_tf.training.world.places import QUESTIONS, answers
 from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
 
 SEED = 11
@@ -124,6 +125,39 @@ def test_things_are_inside_and_apart(split):
             assert apart - first.radius - second.radius >= 3 / 64
             assert oracle.relation_of(first, second) == made.relation
             assert made.position is None
+
+
+@pytest.mark.parametrize("split", scene.SPLITS)
+def test_answers_say_what_stands_where(split):
+    """By where the things are, not by how the relation is called."""
+    for index in range(300):
+        one = sample_scene(index, 5, split)
+        expected = {"background": one.background, "position": one.position}
+        names = ["alone"]
+        if len(one.things) == 2:
+            first, second = one.things
+            is_row = one.relation in ("left of", "right of")
+            is_before = first.x < second.x if is_row else first.y < second.y
+            names = ["left", "right"] if is_row else ["top", "bottom"]
+            names = names if is_before else names[::-1]
+        for name, thing in zip(names, one.things, strict=True):
+            expected |= {
+                f"{name}, shape": thing.shape,
+                f"{name}, colour": thing.colour,
+                f"{name}, size": thing.size,
+            }
+        values = {
+            "background": scene.BACKGROUNDS,
+            "position": scene.POSITIONS,
+            "shape": scene.SHAPES,
+            "colour": scene.COLOURS,
+            "size": scene.SIZES,
+        }
+        found = answers(one)
+        assert found.keys() == QUESTIONS.keys()
+        for question, number in found.items():
+            options = [*values[question.rpartition(", ")[2]], None]
+            assert options[number] == expected.get(question), (question, one)
 
 
 def test_what_does_not_exist_is_refused():

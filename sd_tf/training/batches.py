@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sd_tf.config import PipelineConfig
-from sd_tf.training.data import Source, shuffled
+from sd_tf.training import world
+from sd_tf.training.data import Source, World, shuffled
 from sd_tf.training.settings import Settings
 
 Batch = dict[str, np.ndarray]
@@ -80,6 +81,20 @@ class LatentBatches(Batches):
             "timesteps": (self.timesteps.start + places * len(self.timesteps)).astype("int32"),
             "tokens": self.tokenize(captions),
         }
+
+
+class ReadingBatches(Batches):
+    """For the text encoder: tokens of this epoch's captions, and the scenes' answers."""
+
+    def __init__(self, pictures: World, settings: Settings, tokenize):
+        super().__init__(pictures, settings.batch_size, settings.seed)
+        self.tokenize = tokenize
+
+    def __call__(self, step: int) -> Batch:
+        examples = self.examples(step)
+        answers = [tuple(world.answers(self.source.scene(i)).values()) for i, _ in examples]
+        captions = [self.source.caption(index, epoch) for index, epoch in examples]
+        return {"tokens": self.tokenize(captions), "answers": np.array(answers, "int32")}
 
 
 def to_model(pictures: np.ndarray) -> np.ndarray:

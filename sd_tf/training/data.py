@@ -39,16 +39,40 @@ class World:
     count: int
     size: int
     seed: int = 0
+    complete: bool = False  # captions that leave nothing out
 
     def __len__(self) -> int:
         return self.count
 
     def picture(self, index: int) -> np.ndarray:
-        return world.draw(world.sample_scene(index, self.seed), self.size)
+        return world.draw(self.scene(index), self.size)
 
     def caption(self, index: int, epoch: int) -> str:
-        scene = world.sample_scene(index, self.seed)
-        return world.describe(scene, index, self.seed + epoch)[0]
+        return world.describe(self.scene(index), index, self.seed + epoch, self.complete)[0]
+
+    def scene(self, index: int) -> world.Scene:
+        return world.sample_scene(index, self.seed)
+
+    def with_things(self, things: int) -> "Chosen":
+        """The scenes of so many things."""
+        return Chosen(self, [i for i in range(len(self)) if len(self.scene(i).things) == things])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some examples of another source."""
+
+    source: Source
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def picture(self, index: int) -> np.ndarray:
+        return self.source.picture(self.indices[index])
+
+    def caption(self, index: int, epoch: int) -> str:
+        return self.source.caption(self.indices[index], epoch)
 
 
 @dataclass

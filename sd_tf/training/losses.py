@@ -1,11 +1,13 @@
 """What is trained: a batch in, a loss and figures to watch out. Every draw comes in the batch."""
 
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 from keras import ops
 
-from sd_tf.config import ScheduleConfig
-from sd_tf.models.layers import Block
+from sd_tf.config import END_TOKEN, ScheduleConfig
+from sd_tf.models.layers import Block, dense
 from sd_tf.sampling.tables import abar
 
 
@@ -67,6 +69,38 @@ class Denoising(Block):
         squared = ops.square(output - target)
         loss = ops.mean(at(self.weight) * squared)
         return loss, {"loss": loss, "mse": ops.mean(squared)}
+
+
+class Reading(Block):
+    """Captions to answers about their scenes, by a linear layer on the text encoder's context.
+
+    It reads the average over the caption's end and the padding, which is where a causal encoder
+    can hold what a whole sentence says: which of two things is left, and what it looks like. The
+    layer serves this training only.
+    """
+
+    def __init__(self, text_encoder, counts: Sequence[int]):
+        """`counts`: of the answers that each question has."""
+        super().__init__()
+        self.text_encoder = text_encoder
+        self.counts = tuple(counts)
+        self.layer = dense(text_encoder.config.hidden_size, sum(counts))
+
+    def call(self, batch):
+        """batch: tokens (B, 77), answers (B, questions)."""
+        tokens, answers = batch["tokens"], batch["answers"]
+        context = ops.cast(self.text_encoder(tokens)["context"], "float32")
+        is_end = ops.cast(ops.equal(tokens, END_TOKEN), "float32")[..., None]
+        pooled = ops.sum(context * is_end, axis=1) / ops.sum(is_end, axis=1)
+        said = ops.split(self.layer(pooled), np.cumsum(self.counts)[:-1].tolist(), axis=-1)
+        loss, right = 0.0, []
+        for i, logits in enumerate(said):
+            answer = answers[:, i]
+            errors = keras.losses.sparse_categorical_crossentropy(answer, logits, from_logits=True)
+            loss = loss + ops.mean(errors)
+            right.append(ops.equal(ops.argmax(logits, axis=-1), ops.cast(answer, "int32")))
+        all_right = ops.mean(ops.cast(ops.all(ops.stack(right), axis=0), "float32"))
+        return loss, {"loss": loss, "all_right": all_right}
 
 
 def freeze(model: keras.layers.Layer) -> keras.layers.Layer:

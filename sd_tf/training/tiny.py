@@ -13,11 +13,11 @@ from sd_tf.generate import contact_sheet
 from sd_tf.models import MODEL_CLASSES
 from sd_tf.tokenizer import ClipTokenizer
 from sd_tf.training import world
-from sd_tf.training.batches import LatentBatches, PictureBatches
-from sd_tf.training.data import Source, World
+from sd_tf.training.batches import LatentBatches, PictureBatches, ReadingBatches
+from sd_tf.training.data import World
 from sd_tf.training.initial import initialize
 from sd_tf.training.latents import cached_latents
-from sd_tf.training.losses import Autoencoding, Denoising
+from sd_tf.training.losses import Autoencoding, Denoising, Reading
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, Settings
 from sd_tf.training.trainer import Run
@@ -27,11 +27,46 @@ VOCABULARY_SCENES = 4000  # captions from which the words of the world are colle
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A run of text encoder and UNet, on what the one before it left."""
+class Draws:
+    """Text encoder and UNet together, on noisy latents of captioned scenes."""
 
     settings: Settings
-    min_snr: float | None  # None: all noise levels weigh the same
+    min_snr: float | None = None  # None: all noise levels weigh the same
+    first_timestep: int = 0  # only noise levels from this one on
+    things: int | None = None  # only scenes of so many
+    complete: bool = False  # captions that leave nothing out
+    caption_dropout: float = 0.1
+
+    def loss(self, text_encoder, unet, schedule) -> Denoising:
+        return Denoising(unet, text_encoder, schedule, self.min_snr)
+
+    def batches(self, pictures: World, latents, config, tokenize) -> LatentBatches:
+        source = replace(pictures, complete=self.complete)
+        if self.things is not None:
+            source = source.with_things(self.things)
+            latents = latents[source.indices]
+        return LatentBatches(
+            source,
+            self.settings,
+            latents,
+            config,
+            tokenize,
+            self.caption_dropout,
+            self.first_timestep,
+        )
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The text encoder alone, on what complete captions say of each place in the picture."""
+
+    settings: Settings
+
+    def loss(self, text_encoder, unet, schedule) -> Reading:
+        return Reading(text_encoder, tuple(world.QUESTIONS.values()))
+
+    def batches(self, pictures: World, latents, config, tokenize) -> ReadingBatches:
+        return ReadingBatches(replace(pictures, complete=True), self.settings, tokenize)
 
 
 @dataclass(frozen=True)
@@ -41,10 +76,17 @@ class Recipe:
     config: PipelineConfig
     scenes: int  # of the training world
     autoencoder: Settings
-    denoiser: tuple[Phase, ...]
-    caption_dropout: float = 0.1
+    denoiser: tuple[Draws | Reads, ...]
 
 
+LAYOUT = Settings(
+    steps=800,
+    batch_size=32,
+    learning_rate=1e-3,
+    warm_up=50,
+    averaging=Averaging(start=None),
+    sample_every=400,
+)
 TINY = Recipe(
     config=CONFIG,
     scenes=40_000,
@@ -56,10 +98,9 @@ TINY = Recipe(
         averaging=Averaging(half_life=100),
         sample_every=800,
     ),
-    # First what things look like; then, with the noisiest steps weighing as much as the others,
-    # where they stand, which min-SNR weights leave nearly unlearnt.
     denoiser=(
-        Phase(
+        # What things look like.
+        Draws(
             Settings(
                 steps=8000,
                 batch_size=32,
@@ -70,7 +111,7 @@ TINY = Recipe(
             ),
             min_snr=5.0,
         ),
-        Phase(
+        Draws(
             Settings(
                 steps=6000,
                 batch_size=32,
@@ -79,7 +120,43 @@ TINY = Recipe(
                 averaging=Averaging(half_life=300),
                 sample_every=1000,
             ),
-            min_snr=None,
+        ),
+        # Where they stand. With all scenes and noise levels at once, the text encoder takes no
+        # notice of the words for that and does not come back to them. The noisiest steps teach
+        # them, where a picture is nearly nothing but its caption: first of one thing …
+        Draws(
+            replace(LAYOUT, steps=600),
+            first_timestep=800,
+            things=1,
+            complete=True,
+            caption_dropout=0.0,
+        ),
+        # … then of two, for which the text encoder first has to learn which of them is where.
+        Reads(
+            Settings(
+                steps=1500,
+                batch_size=64,
+                learning_rate=1e-3,
+                warm_up=50,
+                averaging=Averaging(start=None),
+            )
+        ),
+        Draws(
+            replace(LAYOUT, final_learning_rate=0.3),
+            first_timestep=700,
+            complete=True,
+            caption_dropout=0.0,
+        ),
+        # All of it together.
+        Draws(
+            Settings(
+                steps=4000,
+                batch_size=32,
+                learning_rate=8e-4,
+                warm_up=100,
+                averaging=Averaging(half_life=150),
+                sample_every=1000,
+            ),
         ),
     ),
 )
@@ -108,7 +185,7 @@ def build(recipe: Recipe, name: str, settings: Settings, **options) -> keras.lay
     return model
 
 
-def train_autoencoder(recipe, pictures: Source, folder: Path, report):
+def train_autoencoder(recipe, pictures: World, folder: Path, report):
     """Returns the VAE, its scaling factor, and the latents (N, h, w, C) of all pictures."""
     config, settings = recipe.config, recipe.autoencoder
     vae = build(recipe, "vae", settings, open_output=True)
@@ -124,7 +201,7 @@ def train_autoencoder(recipe, pictures: Source, folder: Path, report):
     return vae, factor, latents
 
 
-def train_denoiser(recipe, pictures: Source, latents, vae, folder: Path, report):
+def train_denoiser(recipe, pictures: World, latents, vae, folder: Path, report):
     config, first = recipe.config, recipe.denoiser[0].settings
     tokenizer = ClipTokenizer.clip(config.text_encoder.pad_token_id)
     text_encoder = build(recipe, "text_encoder", first, token_ids=vocabulary(pictures, tokenizer))
@@ -132,20 +209,18 @@ def train_denoiser(recipe, pictures: Source, latents, vae, folder: Path, report)
     prompts = [text for things in (1, 2) for text, _ in world.prompts(18, "train", things)]
     painter = Painter(config, text_encoder, unet, vae, tokenizer)
     for number, phase in enumerate(recipe.denoiser, start=1):
-        stage, settings = folder / f"denoiser-{number}", phase.settings
-        batches = LatentBatches(
-            pictures, settings, latents, config, tokenizer, recipe.caption_dropout
-        )
+        stage = folder / f"denoiser-{number}"
+        loss = phase.loss(text_encoder, unet, config.schedule)
+        batches = phase.batches(pictures, latents, config, tokenizer)
 
         def sample(step, stage=stage):
             contact_sheet(painter.draw(prompts)).save(stage / f"{step:06d}.png")
 
-        loss = Denoising(unet, text_encoder, config.schedule, phase.min_snr)
-        Run(loss, batches, settings, stage, report, sample).train()
+        Run(loss, batches, phase.settings, stage, report, sample).train()
     return text_encoder, unet, tokenizer
 
 
-def vocabulary(pictures: Source, tokenizer: ClipTokenizer) -> np.ndarray:
+def vocabulary(pictures: World, tokenizer: ClipTokenizer) -> np.ndarray:
     """The token ids that captions of this world are made of."""
     count = min(len(pictures), VOCABULARY_SCENES)
     ids = tokenizer([pictures.caption(i, epoch) for i in range(count) for epoch in range(3)])

@@ -7,15 +7,18 @@ back by geometry, so that a model is judged by what it drew and not by another m
 from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
 from sd_tf.training.world.draw import draw
 from sd_tf.training.world.oracle import Reading, judge, read
+from sd_tf.training.world.places import QUESTIONS, answers
 from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
 
 __all__ = [
+    "QUESTIONS",
     "Ask",
     "AskedThing",
     "Reading",
     "Scene",
     "Thing",
     "WorldError",
+    "answers",
     "describe",
     "draw",
     "example",
