@@ -1,10 +1,12 @@
 """The Ray Serve application, started by its command: pictures, TensorFlow Serving's API, faults."""
 
+import asyncio
 import base64
 import http.client
 import io
 import json
 import random
+import socket
 import threading
 import time
 import urllib.error
@@ -31,6 +33,8 @@ from sd_tf.generate import read_parameters
 from sd_tf.pipeline import Pipeline
 from sd_tf.serving.__main__ import main
 from sd_tf.serving.client import Client
+from sd_tf.serving.ray_app.http import read_body
+from sd_tf.serving.ray_app.wanted import RefusedError
 from tests.served import in_background, kill
 
 PROMPT = "a large red star on a dark blue background"
@@ -427,6 +431,37 @@ def test_work_stops_when_the_client_leaves(served):
         leave_at_the_first_step()
     generate(served, num_steps=1)
     assert time.monotonic() - start < whole
+
+
+def test_slow_clients_hold_up_nobody(served):
+    """One that stops in the middle of its body, one that does not read what it is sent."""
+    url = urlsplit(served.url)
+    body = json.dumps({"prompt": PROMPT, **CALL, "count": 16, "previews": 4}).encode()
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: {url.netloc}\r\nAccept: text/event-stream\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    ).encode()
+    with socket.socket() as sends, socket.socket() as reads:
+        for one, content in ((sends, body[:10]), (reads, body)):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.settimeout(60)
+            one.connect((url.hostname, url.port))
+            one.sendall(head + content)
+        for seed in range(4):
+            generate(served, seed=seed)
+        stream = b"".join(iter(lambda: reads.recv(1 << 16), b""))
+    assert stream.count(b"event: image\n") == 16 and b"event: done\n" in stream
+
+
+def test_a_body_that_does_not_come():
+    class Stalled:
+        async def stream(self):
+            yield b"{"
+            await asyncio.sleep(60)
+
+    with pytest.raises(RefusedError, match="not there within 0.01 seconds") as refused:
+        asyncio.run(read_body(Stalled(), 100, within=0.01))
+    assert refused.value.status == 408
 
 
 def test_a_replica_killed_in_the_middle(served):

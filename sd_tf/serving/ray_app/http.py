@@ -1,5 +1,6 @@
 """The front's side of HTTP: headers, errors, bodies, event streams, the page's files."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from sd_tf.serving.ray_app.wanted import RefusedError
 
 WEB = Path(__file__).parent.parent / "web"
 RETRY_AFTER = 2  # seconds, told to who is refused
+BODY_WITHIN = 60.0  # seconds that a client may take to send what it wants
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -51,14 +53,18 @@ async def _refused(request: Request, error: RefusedError) -> JSONResponse:
     return JSONResponse({"error": error.message}, error.status, headers)
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """All of it, unless it is longer than allowed."""
+async def read_body(request: Request, most: int, within: float = BODY_WITHIN) -> bytes:
+    """All of it, unless it is longer than allowed, or does not come."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise RefusedError(413, f"The body is longer than {most} bytes.")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(within):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise RefusedError(413, f"The body is longer than {most} bytes.")
+                parts.append(part)
+    except TimeoutError as error:
+        raise RefusedError(408, f"The body was not there within {within:g} seconds.") from error
     return b"".join(parts)
 
 
