@@ -34,7 +34,7 @@ test: lint
 	$(MAKE) --jobs=2 --output-sync=target test-first test-second test-parity test-jax
 	$(MAKE) test-full-size
 
-PYTEST := $(BIN)/python -m pytest --durations=5
+PYTEST := $(BIN)/python -m pytest --durations=12
 
 test-first test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
 test-jax: export KERAS_BACKEND = jax

@@ -459,7 +459,7 @@ def test_a_body_that_does_not_come():
             yield b"{"
             await asyncio.sleep(60)
 
-    with pytest.raises(RefusedError, match="not there within 0.01 seconds") as refused:
+    with pytest.raises(RefusedError, match=r"not there within 0\.01 seconds") as refused:
         asyncio.run(read_body(Stalled(), 100, within=0.01))
     assert refused.value.status == 408
 
