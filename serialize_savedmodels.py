@@ -37,6 +37,12 @@ flags.DEFINE_enum(
 )
 flags.DEFINE_float("guidance_rescale", 0.0, "0…1: pulls guided contrast back to the unguided one.")
 flags.DEFINE_bool("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.")
+flags.DEFINE_enum(
+    "target", None, ["cpu", "gpu", "tpu"], "What to write the graphs for. Default: this machine."
+)
+flags.DEFINE_list(
+    "disable_rewrites", [], "Of the target's rewrites, those to leave out. See docs/performance.md."
+)
 flags.DEFINE_list(
     "components",
     ["text_encoder", "diffusion_model", "decoder", "image_encoder"],
@@ -87,6 +93,8 @@ def main(argv):
                 guidance=FLAGS.guidance,
                 guidance_rescale=FLAGS.guidance_rescale,
                 jit_compile_text_encoder=FLAGS.jit_compile_text_encoder,
+                target=FLAGS.target,
+                disabled_rewrites=tuple(FLAGS.disable_rewrites),
                 components=tuple(FLAGS.components),
                 verify=FLAGS.verify,
                 overwrite=FLAGS.overwrite,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "pipeline.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: what each component was compiled for
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
 
@@ -21,6 +21,8 @@ class Component:
     """One SavedModel: the signatures that it serves and the files that it consists of."""
 
     signatures: tuple[str, ...]
+    target: str  # cpu | gpu | tpu
+    rewrites: tuple[str, ...]  # of `models.lowering`, in the compiled signatures
     files: dict[str, dict[str, Any]]  # path below the export → size, and sha256 of the small ones
 
 
@@ -103,7 +105,9 @@ class Manifest:
                 f"{sorted(content.keys() - expected) or 'nothing'}. Export again."
             )
         components = {
-            name: Component(tuple(part["signatures"]), part["files"])
+            name: Component(
+                tuple(part["signatures"]), part["target"], tuple(part["rewrites"]), part["files"]
+            )
             for name, part in content["components"].items()
         }
         latent_shape = tuple(content["latent_shape"])

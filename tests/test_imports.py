@@ -20,7 +20,7 @@ ALLOWED = {
     "checkpoints": {"config", "tokenizer", "models", "weights"},
     "sampling": {"config"},
     "manifest": set(),
-    "export": {"config", "sampling", "manifest", "weights"},
+    "export": {"config", "sampling", "manifest", "models", "weights"},
     "chain": {"tokenizer", "sampling", "manifest"},
     "pipeline": {"chain", "manifest"},
     "generate": {"chain", "config", "manifest", "pipeline"},

@@ -26,6 +26,7 @@ from sd_tf.manifest import (
     describe_files,
     file_hash,
 )
+from sd_tf.models import lowering
 from sd_tf.weights import Checkpoint
 
 COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
@@ -45,6 +46,8 @@ class Options:
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
     guidance_rescale: float = 0.0
     jit_compile_text_encoder: bool = False
+    target: str | None = None  # of lowering.TARGETS; None: what this machine computes on
+    disabled_rewrites: Sequence[str] = ()
     components: Sequence[str] = COMPONENTS
     verify: str = "full"
     overwrite: bool = False
@@ -71,7 +74,10 @@ def export(
             signatures, figures[name], new_calls = _export_one(
                 name, checkpoint, geometry, options, folder, report
             )
-            components[name] = Component(signatures, describe_files(folder, name))
+            target, rewrites = _lowering(name, options)
+            components[name] = Component(
+                signatures, target, rewrites.names, describe_files(folder, name)
+            )
             calls = new_calls or calls
         manifest = _manifest(checkpoint, geometry, options, components, figures, calls)
         if previous is not None:
@@ -105,6 +111,10 @@ def check(checkpoint: Checkpoint, options: Options) -> Geometry:
         refuse("The guidance rescale factor is between 0 and 1.", options.guidance_rescale)
     if options.guidance not in ("classifier_free", "none"):
         refuse("Guidance is classifier_free or none.", options.guidance)
+    if options.target not in (None, *lowering.TARGETS):
+        refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
+    if unknown := [name for name in options.disabled_rewrites if name not in lowering.NAMES]:
+        refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
     scale = config.vae.downscale
     height = config.default_size if options.height is None else options.height
     width = config.default_size if options.width is None else options.width
@@ -163,9 +173,21 @@ def _export_one(name, checkpoint, geometry, options, folder, report):
     return signatures, figures, calls
 
 
+def _lowering(name, options) -> tuple[str, lowering.Rewrites]:
+    """The target and what is rewritten for it; a text encoder stays as it is written."""
+    target = options.target
+    if target is None:
+        found = {device.device_type.lower() for device in tf.config.list_physical_devices()}
+        target = next(name for name in ("tpu", "gpu", "cpu") if name in found)
+    if name == "text_encoder":
+        return target, lowering.AS_WRITTEN
+    return target, lowering.TARGETS[target].without(options.disabled_rewrites)
+
+
 def _build(name, checkpoint, geometry, options):
     """The component's module, and a function that computes its reference with the bare models."""
     config = checkpoint.config
+    _, rewrites = _lowering(name, options)
     if name == "text_encoder":
         models = [checkpoint.build(part, options.precision) for part in config.text_encoders]
         empty = np.stack([checkpoint.tokenizer(part)("") for part in config.text_encoders], axis=1)
@@ -175,15 +197,15 @@ def _build(name, checkpoint, geometry, options):
         )
     elif name == "diffusion_model":
         unet = checkpoint.build("unet", options.precision)
-        module = modules.DiffusionModel(unet, config, geometry)
+        module = modules.DiffusionModel(unet, config, geometry, rewrites)
     else:
         # SDXL's decoder overflows in float16; bfloat16 has the range.
         upcast = config.vae.force_upcast and options.precision == "float16"
         vae = checkpoint.build("vae", "float32" if upcast else options.precision)
         if name == "decoder":
-            module = modules.Decoder(vae, config, geometry)
+            module = modules.Decoder(vae, config, geometry, rewrites)
         else:
-            module = modules.ImageEncoder(vae, geometry)
+            module = modules.ImageEncoder(vae, geometry, rewrites)
     return module, module.eager[verify.endpoint_for(name)]
 
 

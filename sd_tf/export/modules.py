@@ -1,7 +1,7 @@
 """The SavedModels' contents: one `tf.Module` per component, its endpoints and their signatures.
 
-Every endpoint exists compiled by XLA and, under `plain_`, not compiled; both call the same traced
-functions on the same variables.
+Every endpoint exists compiled by XLA and, under `plain_`, not compiled, on the same variables. The
+compiled ones are traced with the target's rewrites, the plain ones as the models are written.
 """
 
 import math
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from sd_tf.config import SAMPLERS, ConfigError, PipelineConfig, ScheduleConfig
 from sd_tf.manifest import ExportError
+from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
 from sd_tf.sampling import noise
 from sd_tf.sampling.loop import denoise, empty_history, guide
 from sd_tf.sampling.tables import HISTORY, steps
@@ -35,18 +36,26 @@ class Geometry:
 class Component(tf.Module):
     """A module whose endpoints are declared once and come out compiled and plain."""
 
-    def __init__(self, models):
+    def __init__(self, models, rewrites: Rewrites = AS_WRITTEN):
         super().__init__()
         self._model_variables = [v.value for model in models for v in model.variables]
+        self._rewrites = rewrites
         self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
         self.eager = {}  # name → the same as a Python function
+
+    def compiled(self, function):
+        """For XLA, with the target's rewrites."""
+
+        def rewritten(**inputs):
+            with lowered(self._rewrites):
+                return function(**inputs)
+
+        return tf.function(rewritten, jit_compile=True, autograph=False)
 
     def endpoint(self, name, function, specs, jit=True, check=None):
         """`check` runs before the compiled part: XLA drops assertions."""
 
-        def declare(name, jit):
-            body = tf.function(function, jit_compile=jit, autograph=False)
-
+        def declare(name, body):
             def call(**inputs):
                 with tf.control_dependencies(check(**inputs) if check is not None else []):
                     inputs = {key: tf.identity(value) for key, value in inputs.items()}
@@ -58,9 +67,23 @@ class Component(tf.Module):
             )
 
         self.eager[name] = function
-        declare(name, jit)
+        plain = tf.function(function, autograph=False)
         if jit:
-            declare(PLAIN + name, False)
+            declare(name, self.compiled(function))
+            declare(PLAIN + name, plain)
+        else:
+            declare(name, plain)
+
+
+def traced_once(model):
+    """The model as one function of the graph for all endpoints, and one for those rewritten."""
+    functions = {}
+
+    def call(*args, **kwargs):
+        function = functions.setdefault(rewrites(), tf.function(model, autograph=False))
+        return function(*args, **kwargs)
+
+    return call
 
 
 def spec(*shape, dtype="float32"):
@@ -151,8 +174,8 @@ class SamplerTables(tf.Module):
 class DiffusionModel(Component):
     """The whole loop. See the endpoints at the end for what each takes and gives."""
 
-    def __init__(self, unet, config: PipelineConfig, geometry: Geometry):
-        super().__init__([unet])
+    def __init__(self, unet, config: PipelineConfig, geometry: Geometry, rewrites: Rewrites):
+        super().__init__([unet], rewrites)
         self.tables = tables = SamplerTables(config.schedule, geometry.max_steps)
         batch, latent_shape = geometry.batch_size, geometry.latent_shape
         default_sampler = list(SAMPLERS).index(config.schedule.sampler)
@@ -166,8 +189,7 @@ class DiffusionModel(Component):
         call = {**conditions, "num_steps": scalar, "unconditional_guidance_scale": spec()}
         chosen = {**call, "scheduler": scalar}
 
-        # Traced once and called from every endpoint, compiled or not.
-        model = tf.function(unet, autograph=False)
+        model = traced_once(unet)
 
         def predict(conditions, scale):
             both = {key: _both_halves(conditions, key, guided) for key in MODEL_INPUTS}
@@ -335,28 +357,26 @@ def _present(*layers):
 class Decoder(Component):
     """latent (B, h, w, 4), scaled → pictures, as numbers or as PNG files."""
 
-    def __init__(self, vae, config: PipelineConfig, geometry: Geometry):
-        super().__init__(_present(vae.post_quant_conv, vae.decoder))
+    def __init__(self, vae, config: PipelineConfig, geometry: Geometry, rewrites: Rewrites):
+        super().__init__(_present(vae.post_quant_conv, vae.decoder), rewrites)
         latent = {"latent": spec(geometry.batch_size, *geometry.latent_shape)}
-        model = tf.function(vae.decode, autograph=False)  # traced once for all endpoints
+        model = traced_once(vae.decode)
 
         def decode(latent):
             images = tf.cast(model(latent / config.vae.scaling_factor), "float32")
             images = tf.round(255.0 * tf.clip_by_value(images / 2.0 + 0.5, 0.0, 1.0))
             return {"generated_images": tf.cast(images, "uint8")}
 
-        compiled = tf.function(decode, jit_compile=True, autograph=False)
-
         def encode_png(images):
             encoded = [tf.io.encode_png(image) for image in tf.unstack(images)]
             return {"image_bytes": tf.stack(encoded)}
 
         self.endpoint("serving_default", decode, latent)
-        png = {"png": compiled, f"{PLAIN}png": decode}
+        png = {"png": self.compiled(decode), f"{PLAIN}png": decode}
         for name, run in png.items():
             self.endpoint(
                 name,
-                lambda latent, run=run: encode_png(run(latent)["generated_images"]),
+                lambda latent, run=run: encode_png(run(latent=latent)["generated_images"]),
                 latent,
                 jit=False,
             )
@@ -365,10 +385,10 @@ class Decoder(Component):
 class ImageEncoder(Component):
     """images (B, H, W, 3) in [-1, 1] → the posterior's mode, not scaled, and its deviation."""
 
-    def __init__(self, vae, geometry: Geometry):
-        super().__init__(_present(vae.encoder, vae.quant_conv))
+    def __init__(self, vae, geometry: Geometry, rewrites: Rewrites):
+        super().__init__(_present(vae.encoder, vae.quant_conv), rewrites)
         batch, height, width = geometry.batch_size, geometry.height, geometry.width
-        model = tf.function(vae.encode, autograph=False)
+        model = traced_once(vae.encode)
 
         def encode(images):
             mean, log_variance = (tf.cast(x, "float32") for x in model(images))

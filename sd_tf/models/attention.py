@@ -10,11 +10,22 @@ from sd_tf.models.layers import (
     dense,
     pointwise_conv,
 )
+from sd_tf.models.lowering import rewrites
+
+
+# From so many keys on, the scores of all queries at once would not stay in the cache.
+MANY_KEYS = 1024
+QUERY_BLOCK = 512
 
 
 def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False):
     """q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax always in float32."""
     head_dim = q.shape[-1] // num_heads
+    wanted = rewrites()
+    if wanted.fused_attention and mask is None and not upcast:
+        q, k, v = (ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)) for x in (q, k, v))
+        h = ops.dot_product_attention(q, k, v)
+        return ops.reshape(h, (-1, h.shape[1], num_heads * head_dim))
 
     def split_heads(x):  # (B, N, C) → (B, heads, N, C / heads)
         return ops.transpose(ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)), (0, 2, 1, 3))
@@ -22,12 +33,39 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False):
     q, k, v = split_heads(q * head_dim**-0.5), split_heads(k), split_heads(v)
     if upcast:
         q, k = ops.cast(q, "float32"), ops.cast(k, "float32")
-    scores = ops.cast(ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))), "float32")
-    if mask is not None:
-        scores = scores + mask
-    h = ops.matmul(ops.cast(ops.softmax(scores, axis=-1), v.dtype), v)
+    blocked = wanted.query_blocks and mask is None and k.shape[2] >= MANY_KEYS
+    h = (_attend_in_blocks if blocked else _attend)(q, k, v, mask)
     h = ops.transpose(h, (0, 2, 1, 3))
     return ops.reshape(h, (-1, h.shape[1], num_heads * head_dim))
+
+
+def _attend(q, k, v, mask=None):
+    """q (…, N, D), k and v (…, M, D) → (…, N, D)."""
+    scores = ops.cast(ops.matmul(q, ops.swapaxes(k, -1, -2)), "float32")
+    if mask is not None:
+        scores = scores + mask
+    return ops.matmul(ops.cast(ops.softmax(scores, axis=-1), v.dtype), v)
+
+
+def _attend_in_blocks(q, k, v, mask):
+    """The same, some queries of one head at a time: their scores are used before they are cold."""
+    batch, heads, count, width = q.shape
+    block = min(QUERY_BLOCK, count)
+    per_head = -(-count // block)
+    q = ops.pad(q, ((0, 0), (0, 0), (0, per_head * block - count), (0, 0)))
+    q = ops.reshape(q, (batch * heads * per_head, block, width))
+    k, v = (ops.reshape(x, (batch * heads, -1, width)) for x in (k, v))
+
+    def of_block(index):
+        head = index // per_head
+        scores = ops.cast(ops.matmul(q[index], ops.transpose(k[head])), "float32")
+        weights = ops.exp(scores - ops.max(scores, axis=-1, keepdims=True))
+        total = ops.sum(weights, axis=-1, keepdims=True)
+        h = ops.cast(ops.matmul(ops.cast(weights, v.dtype), v[head]), "float32")
+        return ops.cast(h / total, v.dtype)
+
+    h = ops.map(of_block, ops.arange(batch * heads * per_head))
+    return ops.reshape(h, (batch, heads, per_head * block, width))[:, :, :count]
 
 
 class Attention(Block):

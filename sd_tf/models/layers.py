@@ -11,6 +11,8 @@ import keras
 from keras import ops
 from keras.src.backend.common import global_state
 
+from sd_tf.models.convolution import convolve, convolve_doubled
+
 
 @contextlib.contextmanager
 def deferred_variables():
@@ -55,15 +57,26 @@ def pointwise_conv(in_channels, out_channels, dtype=None):
     return layer
 
 
-def conv(in_channels, out_channels, stride=1, dtype=None):
-    """A 3×3 convolution; with a stride the caller pads, because the models disagree on how."""
+class Conv(keras.layers.Conv2D):
+    """A 3×3 convolution; with `doubled_to`, of the input with every pixel doubled both ways."""
+
+    def call(self, x, doubled_to=None):
+        kernel = ops.convert_to_tensor(self.kernel)
+        if doubled_to is None:
+            return convolve(x, kernel) + self.bias
+        return convolve_doubled(x, kernel, doubled_to) + self.bias
+
+
+def conv(in_channels, out_channels, dtype=None):
+    layer = Conv(out_channels, 3, padding="same", kernel_initializer="zeros", dtype=dtype)
+    layer.build((None, None, None, in_channels))
+    return layer
+
+
+def strided_conv(in_channels, out_channels, dtype=None):
+    """A 3×3 convolution of stride 2; the caller pads, because the models disagree on how."""
     layer = keras.layers.Conv2D(
-        out_channels,
-        3,
-        strides=stride,
-        padding="same" if stride == 1 else "valid",
-        kernel_initializer="zeros",
-        dtype=dtype,
+        out_channels, 3, strides=2, padding="valid", kernel_initializer="zeros", dtype=dtype
     )
     layer.build((None, None, None, in_channels))
     return layer
@@ -124,7 +137,7 @@ class Downsample(Block):
     def __init__(self, channels, padding, dtype=None):
         super().__init__(dtype)
         self.padding = padding
-        self.conv = conv(channels, channels, stride=2, dtype=dtype)
+        self.conv = strided_conv(channels, channels, dtype)
 
     def call(self, x):
         return self.conv(ops.pad(x, ((0, 0), *self.padding, (0, 0))))
@@ -138,13 +151,8 @@ class Upsample(Block):
         self.conv = conv(channels, channels, dtype=dtype)
 
     def call(self, x, size=None):
-        _, height, width, channels = x.shape
-        x = ops.reshape(x, (-1, height, 1, width, 1, channels))
-        x = ops.tile(x, (1, 1, 2, 1, 2, 1))
-        x = ops.reshape(x, (-1, 2 * height, 2 * width, channels))
-        if size is not None and size != (2 * height, 2 * width):
-            x = x[:, : size[0], : size[1]]
-        return self.conv(x)
+        _, height, width, _ = x.shape
+        return self.conv(x, doubled_to=(2 * height, 2 * width) if size is None else size)
 
 
 class ResnetBlock(Block):
