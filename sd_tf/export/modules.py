@@ -75,13 +75,13 @@ class Component(tf.Module):
             declare(name, plain)
 
 
-def traced_once(model):
-    """The model as one function of the graph for all endpoints, and one for those rewritten."""
-    functions = {}
+def traced_once(function):
+    """As one function of the graph for all plain endpoints, and one for all compiled ones."""
+    traced = {}
 
-    def call(*args, **kwargs):
-        function = functions.setdefault(rewrites(), tf.function(model, autograph=False))
-        return function(*args, **kwargs)
+    def call(*args):
+        shared = traced.setdefault(rewrites(), tf.function(function, autograph=False))
+        return shared(*args)
 
     return call
 
@@ -178,7 +178,7 @@ class DiffusionModel(Component):
         super().__init__([unet], rewrites)
         self.tables = tables = SamplerTables(config.schedule, geometry.max_steps)
         batch, latent_shape = geometry.batch_size, geometry.latent_shape
-        default_sampler = list(SAMPLERS).index(config.schedule.sampler)
+        default_sampler = tf.constant(list(SAMPLERS).index(config.schedule.sampler))
         default_seeds = tf.range(batch)
         guided = geometry.guidance == "classifier_free"
         latents = spec(batch, *latent_shape)
@@ -188,8 +188,6 @@ class DiffusionModel(Component):
         conditions = condition_specs(config, batch, latent_shape)
         call = {**conditions, "num_steps": scalar, "unconditional_guidance_scale": spec()}
         chosen = {**call, "scheduler": scalar}
-
-        model = traced_once(unet)
 
         def predict(conditions, scale):
             both = {key: _both_halves(conditions, key, guided) for key in MODEL_INPUTS}
@@ -203,7 +201,7 @@ class DiffusionModel(Component):
                 x = tf.concat([x, *beside], axis=-1)
                 x = tf.concat([x, x], axis=0) if guided else x
                 timesteps = tf.fill([x.shape[0]], timestep)
-                result = tf.cast(model(x, timesteps, **both), "float32")
+                result = tf.cast(unet(x, timesteps, **both), "float32")
                 if not guided:
                     return result
                 return guide(*tf.split(result, 2), scale, geometry.guidance_rescale)
@@ -213,6 +211,7 @@ class DiffusionModel(Component):
         def place(scheduler, num_steps):
             return tf.stack([scheduler, num_steps - 1])
 
+        @traced_once
         def run(x, past, first, start, stop, seeds, scheduler, num_steps, scale, conditions):
             offset = tf.gather_nd(tables.starts, place(scheduler, num_steps))
 
@@ -228,13 +227,19 @@ class DiffusionModel(Component):
         def split(inputs):
             given = {key: inputs.pop(key) for key in conditions}
             scale = inputs.pop("unconditional_guidance_scale")
-            return given, scale, inputs.pop("num_steps"), inputs.pop("scheduler", default_sampler)
+            return (
+                given,
+                scale,
+                inputs.pop("num_steps"),
+                inputs.pop("scheduler", default_sampler),
+            )
 
         def whole_run(unit_noise, seeds, inputs):
             given, scale, num_steps, scheduler = split(inputs)
             x = unit_noise * initial_scale(scheduler, num_steps)
             stop = tf.gather_nd(tables.calls, place(scheduler, num_steps))
-            x, _ = run(x, empty_history(x), 0, 0, stop, seeds, scheduler, num_steps, scale, given)
+            past, zero = empty_history(x), tf.constant(0)
+            x, _ = run(x, past, zero, zero, stop, seeds, scheduler, num_steps, scale, given)
             return {"latent": x}
 
         def from_noise(noise, **inputs):

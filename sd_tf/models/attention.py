@@ -12,7 +12,6 @@ from sd_tf.models.layers import (
 )
 from sd_tf.models.lowering import rewrites
 
-
 # From so many keys on, the scores of all queries at once would not stay in the cache.
 MANY_KEYS = 1024
 QUERY_BLOCK = 512

@@ -41,10 +41,11 @@ TO_PIXELS = np.array(
         [0, 1, -1, 8, -8, 1],
     ]
 )
-# Fewer tiles than this in a batch do not pay for reading a kernel of four times the size.
+# Fewer tiles than this in a batch do not pay for reading a kernel of four times the size, and the
+# largest kernels, which small maps have, are not worth their memory.
 MIN_TILES = 32
 MIN_CHANNELS = 48
-MAX_KERNEL_BYTES = 1 << 28
+MAX_KERNEL_BYTES = 200_000_000
 # More tiles than a block are worked off in blocks of rows, which stay in the cache.
 BLOCK_TILES = 256
 
@@ -56,7 +57,7 @@ MIN_PHASE_MAP = 64
 
 def convolve(x, kernel):
     """x (B, h, w, C) → (B, h, w, K)."""
-    _, height, width, channels = x.shape
+    _, height, width, _ = x.shape
     wanted = rewrites()
     if wanted.small_maps and height * width <= SMALL_MAP:
         return by_patches(x, kernel)
