@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Make pictures with an export; each PNG holds its own parameters.",
     )
     add_arguments(parser)
-    parser.add_argument("--compile_cache", help="folder where XLA keeps compiled code")
+    parser.add_argument("--compile_cache", help="folder where compiled code is kept")
     options = parser.parse_args(argv)
     if message := misused(options):
         parser.error(message)
@@ -107,6 +107,8 @@ def read_wanted(options: argparse.Namespace) -> Wanted:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.compile_cache is not None:  # TensorFlow calls its own entries errors
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     from sd_tf.pipeline import Pipeline
 
     wanted = read_wanted(options)

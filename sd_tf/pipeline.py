@@ -1,6 +1,5 @@
 """The runtime: an export folder in, pictures out. TensorFlow and the tokenizer, no model code."""
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from sd_tf.chain import (
     Stages,
     open_export,
 )
+from sd_tf.compile_cache import publish, set_compile_cache
 from sd_tf.manifest import VERSION_FOLDER, ExportError, Manifest
 
 __all__ = [
@@ -45,16 +45,16 @@ class Pipeline(Chain):
         Args:
             export_dir: the folder that serialize_savedmodels.py wrote.
             jit_compile: run the signatures that XLA compiles; else their plain twins.
-            compile_cache: folder where XLA keeps compiled code between processes. It has to be
-                the process's first use of XLA, which reads the setting once.
+            compile_cache: folder where compiled code is kept between processes. It has to be the
+                process's first use of XLA, which reads the setting once.
             devices: one replica on each, the images divided among them; None: TensorFlow's choice.
         """
         start = time.perf_counter()
+        if compile_cache is not None:
+            set_compile_cache(compile_cache)
         folder = Path(export_dir)
         manifest, tokenizers = open_export(folder)
         manifest.check_files(folder)
-        if compile_cache is not None:
-            set_compile_cache(compile_cache)
         known = [device.name for device in tf.config.list_logical_devices()]
         devices = [None] if devices is None else [_device(name, known) for name in devices]
         if not devices:
@@ -69,13 +69,17 @@ class Replica(Stages):
     def __init__(self, folder: Path, manifest: Manifest, jit_compile: bool, device: str | None):
         super().__init__(manifest, jit_compile)
         self.device = device
+        # One after the other: XLA's keys hold names that TensorFlow numbers as it loads, and in
+        # another order the compile cache would not be found again.
         with tf.device(device):
             self._loaded = {name: load_component(folder, name) for name in manifest.components}
 
     def call(self, component: str, endpoint: str, **inputs) -> dict[str, tf.Tensor]:
         function = self._loaded[component].signatures[self.signature(component, endpoint)]
         with tf.device(self.device):
-            return function(**{key: tf.convert_to_tensor(v) for key, v in inputs.items()})
+            outputs = function(**{key: tf.convert_to_tensor(v) for key, v in inputs.items()})
+        publish()
+        return outputs
 
 
 def load_component(folder: Path, name: str):
@@ -92,13 +96,3 @@ def _device(name: str, known: list[str]) -> str:
     if len(matches) != 1:
         raise ValueError(f"A device is one of {', '.join(known)}. Received: {name!r}")
     return matches[0]
-
-
-def set_compile_cache(folder: str | Path) -> None:
-    """Have XLA keep compiled code in a folder. It reads the setting once, at its first use."""
-    path = Path(folder).expanduser().resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    flag = f"--tf_xla_persistent_cache_directory={path}"
-    flags = os.environ.get("TF_XLA_FLAGS", "")
-    if flag not in flags.split():
-        os.environ["TF_XLA_FLAGS"] = f"{flags} {flag}".strip()

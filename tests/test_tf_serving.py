@@ -21,16 +21,13 @@ from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 from tensorflow_serving.config import model_server_config_pb2
 
-from sd_tf.checkpoints import make_random
-from sd_tf.export import Options, export
 from sd_tf.manifest import Manifest
 from sd_tf.serving.__main__ import main
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, warmup
 from sd_tf.serving.tf_serving.check import check
 from sd_tf.serving.tf_serving.deployment import Deployment
 from sd_tf.serving.tf_serving.folder import Settings, tag_problem
-from sd_tf.weights import open_checkpoint
-from tests import micro
+from tests.exports import micro_export
 
 COMPONENTS = ["decoder", "diffusion_model", "image_encoder", "text_encoder"]
 BATCH = 2
@@ -38,12 +35,8 @@ WARM_UP = "assets.extra/tf_serving_warmup_requests"
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    make_random(micro.CONFIG, folder / "checkpoint")
-    options = Options(batch_size=BATCH, height=16, width=16, max_steps=2, verify="off")
-    export(open_checkpoint(folder / "checkpoint"), folder / "micro", options)
-    return folder / "micro"
+def exported():
+    return micro_export()
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +255,9 @@ def test_flags(folder):
             "--enable_per_model_batching_parameters=true",
             "--batching_parameters_file=/serving/batching.config",
         } <= set(flags)
-        assert environment["TF_XLA_FLAGS"] == "--tf_xla_persistent_cache_directory=/var/cache/xla"
+        assert environment["TF_XLA_FLAGS"] == (
+            "--tf_xla_persistent_cache_directory=/var/cache/xla/2.20.0-gpu"
+        )
 
 
 def test_compose(folder, decoder, tmp_path):

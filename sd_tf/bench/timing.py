@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     job = Job(**json.loads((folder / JOB).read_text(encoding="utf-8")))
     try:
         result = measure(job, folder)
-    except (BenchError, ExportError) as error:  # the user's; others end with a traceback
+    except (BenchError, ExportError, OSError) as error:  # the user's; others end with a traceback
         result = {"error": str(error)}
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
 

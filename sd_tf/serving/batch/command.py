@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_tf.chain import DEFAULT_GUIDANCE, DEFAULT_STEPS, open_export
+from sd_tf.compile_cache import for_workers
 from sd_tf.manifest import FILE_NAME, Manifest
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
@@ -61,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
             f"pictures ({manifest.latent_inputs})."
         )
     settings = check_settings(_settings(options, manifest), manifest)
+    cache = for_workers(options.compile_cache, are_here=options.address is None)
     try:
         content = prompts.read_bytes()
     except OSError as error:
@@ -91,20 +93,24 @@ def run(options: argparse.Namespace) -> int:
         else:
             manifest.check_files(export_dir)
             print(f"{len(rows) - count} of {len(rows)} rows are done already", flush=True)
-            _work(folder, missing, options, export_dir)
+            _work(folder, missing, options, export_dir, cache)
             print(f"{out}: all {len(rows)} rows are done.")
     return 1 if failures else 0
 
 
-def _work(folder: Folder, units: list[Unit], options: argparse.Namespace, export_dir: Path) -> None:
+def _work(
+    folder: Folder,
+    units: list[Unit],
+    options: argparse.Namespace,
+    export_dir: Path,
+    cache: str | None,
+) -> None:
     try:
         work = importlib.import_module("sd_tf.serving.batch.work")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
         raise BatchError("Ray is missing: pip install 'sd_tf[serve]'.") from error
-    cache = options.compile_cache
-    cache = None if cache is None else str(Path(cache).expanduser().resolve())
     model = work.Model(str(export_dir), not options.nojit_compile, cache)
     wanted = work.Resources(
         options.address, options.workers, options.cpus_per_worker, options.gpus_per_worker

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+from sd_tf.compile_cache import for_workers
 from sd_tf.manifest import Manifest
 from sd_tf.serving.ray_app.settings import Scale, Settings
 
@@ -115,7 +116,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
     return Settings(
         export_dir=str(Path(options.export_dir).resolve()),
         jit_compile=not options.nojit_compile,
-        compile_cache=options.compile_cache,
+        compile_cache=for_workers(options.compile_cache, are_here=options.address is None),
         warm_up_all=options.warm_up_all,
         scales=read_scales(options),
         max_queue=options.max_queue,

@@ -32,7 +32,7 @@ class Model:
     ):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if compile_cache is not None:
-            from sd_tf.pipeline import set_compile_cache
+            from sd_tf.compile_cache import set_compile_cache
 
             set_compile_cache(compile_cache)
         self.folder, self.component = Path(export_dir), component
@@ -96,11 +96,13 @@ class Model:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _load(self) -> str:
+        from sd_tf.compile_cache import publish
         from sd_tf.serving.predict import ModelServer
 
         digest = export_digest(self.folder)
         server = ModelServer(self.folder, [self.component])
         self._warm_up(server)
+        publish()
         if export_digest(self.folder) != digest:
             raise StaleError(f"{self.folder} changed while it was loaded.")
         self._servers = {**self._servers, digest: server}

@@ -56,7 +56,9 @@ class Deployment:
     def environment(self) -> dict[str, str]:
         result = {}
         if self.settings.xla:
-            result["TF_XLA_FLAGS"] = f"--tf_xla_persistent_cache_directory={XLA_CACHE}"
+            # What is compiled is good for this release alone, and the keys do not tell.
+            folder = f"{XLA_CACHE}/{self.settings.image.rpartition(':')[2]}"
+            result["TF_XLA_FLAGS"] = f"--tf_xla_persistent_cache_directory={folder}"
         if self.settings.device == "gpu":
             result["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
         return result

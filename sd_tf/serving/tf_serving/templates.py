@@ -143,7 +143,8 @@ KUBERNETES_CACHE_MOUNT = """\
 """
 
 KUBERNETES_CACHE_VOLUME = """\
-        # Survives a container's restart. A claim of your own in its place survives the pod.
+        # Survives a container's restart. A claim of your own in its place survives the pod; its
+        # nodes then have to be of one kind, as nothing checks what was compiled for another.
         - name: xla-cache
           emptyDir: {}
 """
@@ -233,7 +234,9 @@ PLAIN = """\
 XLA = """\
 Compiling is most of it: minutes for a full-size model, and the probes wait for half an hour. XLA
 keeps what it compiled in the volume `xla_cache` (`TF_XLA_FLAGS`), so that a restart on the
-same kind of machine starts faster. Without the flag `--xla_..._compilation_enabled` the server
+same kind of machine starts faster. The server does not check what it reads there: one kind of
+machine for each volume, room on its disk, and where a start fails or dies, an empty volume
+(`docker compose down -v`). Without the flag `--xla_..._compilation_enabled` the server
 refuses compiled signatures, and with them the whole version: the flag and the requests belong
 together."""
 
