@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo serve test test-first test-second test-parity test-full-size test-jax lint format clean
+.PHONY: demo serve test test-first test-serving test-second test-parity test-full-size test-jax
+.PHONY: bench-peers lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
     "a small yellow heart in the top left on a striped background" \
@@ -28,22 +29,30 @@ serve: $(VENV)/serve.stamp
 	$(BIN)/python -m sd_tf.serving ray --export_dir exports/tiny --num_steps 20 \
 	    --guidance_scale 4 --examples docs/tiny_prompts.txt
 
-# Two groups at a time; the full-size models come last and alone, because they want the memory. A
-# group is a process, so that what TensorFlow traced and keeps does not pile up.
+# A random SD1.5, ours beside KerasCV, PyTorch, OpenVINO and JAX: an hour on 2 cores, 20 GB.
+bench-peers: $(VENV)/bench.stamp
+	$(BIN)/python -m sd_tf.bench peers --output out/peers/report
+
+# Two groups at a time, the longest first; the full-size models, which want the memory, beside what
+# wants least. A group is a process, so that what TensorFlow traced and keeps does not pile up.
 test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-first test-second test-parity test-jax
-	$(MAKE) test-full-size
+	$(MAKE) --jobs=2 --output-sync=target test-serving test-first test-parity
+	$(MAKE) --jobs=2 --output-sync=target test-full-size test-second test-jax
 
 PYTEST := $(BIN)/python -m pytest --durations=12
+SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)
 
-test-first test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
+test-first test-serving test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
 test-jax: export KERAS_BACKEND = jax
 
-test-first: $(VENV)/test.stamp
+test-first: $(VENV)/test.stamp $(VENV)/debian.stamp
 	$(PYTEST) tests/test_[a-r]*.py -m "not full_size"
 
-test-second: $(VENV)/test.stamp $(VENV)/chromium.stamp
-	$(PYTEST) tests/test_[s-z]*.py -m "not full_size"
+test-serving: $(VENV)/test.stamp $(VENV)/debian.stamp
+	$(PYTEST) $(SERVING) -m "not full_size"
+
+test-second: $(VENV)/test.stamp
+	$(PYTEST) $(filter-out $(SERVING),$(wildcard tests/test_[s-z]*.py)) -m "not full_size"
 
 test-parity: $(VENV)/test.stamp
 	$(PYTEST) tests/parity -m "not full_size"
@@ -73,13 +82,18 @@ $(VENV)/serve.stamp: requirements/serve.txt $(VENV)/core.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/serve.txt
 	touch $@
 
-# A browser for the tests of the page.
-$(VENV)/chromium.stamp: $(VENV)/test.stamp
-	command -v chromium > /dev/null || { apt-get update -qq && \
-	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core > /dev/null; }
+$(VENV)/bench.stamp: requirements/bench.txt $(VENV)/core.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
 	touch $@
 
-$(VENV)/test.stamp: requirements/test.txt requirements/serve.txt $(VENV)/core.stamp
+# What tests take from Debian: a browser for the page, curl for its command, openssl for TLS.
+$(VENV)/debian.stamp: $(VENV)/test.stamp
+	{ command -v chromium && command -v curl && command -v openssl; } > /dev/null || { \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+	    chromium fonts-dejavu-core curl openssl > /dev/null; }
+	touch $@
+
+$(VENV)/test.stamp: requirements/test.txt requirements/bench.txt requirements/serve.txt $(VENV)/core.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
 	touch $@
 

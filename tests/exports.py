@@ -11,6 +11,7 @@ from sd_tf.checkpoints import make_random
 from sd_tf.config import FAMILIES, PipelineConfig
 from sd_tf.export import Options, export
 from sd_tf.weights import open_checkpoint
+from tests import micro
 
 SMALL = {"height": 64, "width": 64, "max_steps": 8, "verify": "off"}
 
@@ -34,15 +35,44 @@ CONFIG = PipelineConfig(
 ).check()
 
 
-@functools.cache
-def small_folder() -> Path:
-    """A random checkpoint, a diffusers folder, made once for the process."""
-    folder = Path(tempfile.mkdtemp()) / "small"
-    atexit.register(shutil.rmtree, folder.parent)
+def once(make):
+    """`make(folder)` on first use; later calls get the same folder, which nobody may change."""
+
+    @functools.cache
+    def made() -> Path:
+        folder = Path(tempfile.mkdtemp()) / make.__name__
+        atexit.register(shutil.rmtree, folder.parent)
+        make(folder)
+        return folder
+
+    return made
+
+
+@once
+def small_folder(folder):
+    """A random checkpoint in diffusers' layout."""
     make_random(CONFIG, folder)
-    return folder
 
 
 def small_export(folder: Path, **options) -> Path:
     export(open_checkpoint(small_folder()), folder, Options(**{**SMALL, **options}))
     return folder
+
+
+@once
+def shared_export(folder):
+    """Batch 2, 64 px, up to 8 steps, not verified."""
+    small_export(folder, batch_size=2)
+
+
+@once
+def micro_folder(folder):
+    """The smallest checkpoint that there is."""
+    make_random(micro.CONFIG, folder)
+
+
+@once
+def micro_export(folder):
+    """Batch 2, 16 px, up to 2 steps, not verified."""
+    options = Options(batch_size=2, height=16, width=16, max_steps=2, verify="off")
+    export(open_checkpoint(micro_folder()), folder, options)

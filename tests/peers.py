@@ -115,10 +115,11 @@ def tokenizer(pad_token_id: int) -> CLIPTokenizer:
         return CLIPTokenizer.from_pretrained(folder)
 
 
-def random_pipeline(family: str) -> diffusers.DiffusionPipeline:
+def random_pipeline(family: str, layers_per_block: int = 2) -> diffusers.DiffusionPipeline:
     """A pipeline of the family's own class, at a hundredth of its size."""
-    unet = randomized(diffusers.UNet2DConditionModel(**UNETS[family]), 1)
-    vae = randomized(diffusers.AutoencoderKL(**VAE), 2)
+    depth = {"layers_per_block": layers_per_block}
+    unet = randomized(diffusers.UNet2DConditionModel(**{**UNETS[family], **depth}), 1)
+    vae = randomized(diffusers.AutoencoderKL(**{**VAE, **depth}), 2)
     if family.startswith("sdxl"):
         return _random_xl(family, unet, vae)
     is_sd2 = family.startswith("sd2")

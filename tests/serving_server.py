@@ -1,9 +1,6 @@
 """Plain servers around `sd_tf.serving.predict`, for tests: gRPC and HTTP, on this machine."""
 
-import atexit
 import functools
-import shutil
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +14,7 @@ from tensorflow_serving.apis import (
 )
 
 from sd_tf.serving.predict import ModelError, ModelServer, rest
-from tests.exports import small_export
+from tests.exports import shared_export
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -25,11 +22,8 @@ UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 @functools.cache
 def served_models() -> tuple[Path, ModelServer]:
-    """A small export and its models, once for the process."""
-    folder = Path(tempfile.mkdtemp()) / "export"
-    atexit.register(shutil.rmtree, folder.parent)
-    small_export(folder, batch_size=2)
-    return folder, ModelServer(folder, labels={"stable": 1})
+    """The shared export and its models, once for the process."""
+    return shared_export(), ModelServer(shared_export(), labels={"stable": 1})
 
 
 class Predictions(prediction_service_pb2_grpc.PredictionServiceServicer):

@@ -15,11 +15,8 @@ import pytest
 
 from sd_tf import bench
 from sd_tf.bench import BenchError, Options, report, timing
-from sd_tf.export import Options as ExportOptions
-from sd_tf.export import export
 from sd_tf.manifest import Manifest
-from sd_tf.weights import open_checkpoint
-from tests.exports import small_folder
+from tests.exports import shared_export
 
 ROOT = Path(__file__).parent.parent
 PROMPT = 'a <b>red</b> bicycle & "a hat"'
@@ -35,11 +32,8 @@ def run_script(*flags):
 
 
 @pytest.fixture(scope="session")
-def tiny_export(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench") / "tiny"
-    options = ExportOptions(batch_size=2, height=64, width=64, max_steps=5, verify="off")
-    export(open_checkpoint(small_folder()), folder, options)
-    return folder
+def tiny_export():
+    return shared_export()
 
 
 @pytest.fixture(scope="session")
@@ -201,12 +195,12 @@ def test_not_the_same_work(full_size_manifest, tmp_path, change, options, reason
         ([], "--export_dir is needed, unless --kerascv is measured alone"),
         (["--export_dir=/no/such"], "/no/such is not an export: it has no pipeline.json"),
         (
-            ["--export_dir={}", "--num_steps=6"],
-            "num_steps is a whole number from 1 to 5, .* Received: 6",
+            ["--export_dir={}", "--num_steps=9"],
+            "num_steps is a whole number from 1 to 8, .* Received: 9",
         ),
         (
             ["--export_dir={}", "--num_steps=0"],
-            "num_steps is a whole number from 1 to 5, .* Received: 0",
+            "num_steps is a whole number from 1 to 8, .* Received: 0",
         ),
         (["--export_dir={}", "--num_steps=2", "--scheduler=x"], "is one of ddim.* Received: 'x'"),
         (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),

@@ -34,7 +34,17 @@ ALLOWED = {
         "pipeline",
         "generate",
     },
-    "bench": {"config", "tokenizer", "manifest", "pipeline"},
+    "bench": {
+        "chain",
+        "compile_cache",
+        "config",
+        "tokenizer",
+        "manifest",
+        "models",
+        "pipeline",
+        "sampling",
+        "weights",
+    },
     "training": {
         "config",
         "tokenizer",

@@ -1,6 +1,7 @@
 """The runtime: what a call gives, and every way in which it can be wrong."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,14 @@ from sd_tf.config import ConfigError
 from sd_tf.generate import contact_sheet, main, read_parameters
 from sd_tf.manifest import ExportError
 from sd_tf.pipeline import Pipeline
-from tests.exports import small_export
+from tests.exports import micro_export, shared_export
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    return small_export(tmp_path_factory.mktemp("pipeline") / "tiny", batch_size=2)
+def exported():
+    return shared_export()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_image_to_image(pipe):
     assert pipe("b", num_steps=2, seed=1, image=larger).images.shape == (1, 64, 64, 3)
 
 
-def test_several_devices(exported):
+def test_several_devices():
     """One replica each, work divided: the pictures are those of one device."""
     code = """
 import sys, numpy as np, tensorflow as tf
@@ -112,15 +113,16 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
 from sd_tf.pipeline import Pipeline
 prompts = list("abcdefg")
-one = Pipeline.load(sys.argv[1])(prompts, num_steps=3, seed=1).images
+one = Pipeline.load(sys.argv[1])(prompts, num_steps=2, seed=1).images
+assert len({picture.tobytes() for picture in one}) == 7
 pipe = Pipeline.load(sys.argv[1], devices=["CPU:0", "CPU:1"])
 used = [replica.device for replica in pipe._replicas]
 placed = {r._loaded["decoder"]._model_variables[0].device for r in pipe._replicas}
-two = pipe(prompts, num_steps=3, seed=1).images
+two = pipe(prompts, num_steps=2, seed=1).images
 print(used, len(placed), np.abs(one.astype(int) - two).max() <= 1)
 """
     result = subprocess.run(
-        [sys.executable, "-c", code, str(exported)], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", code, str(micro_export())], capture_output=True, text=True, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr
     assert "CPU:0" in result.stdout and "CPU:1" in result.stdout
@@ -173,10 +175,11 @@ def test_wrong_devices(exported):
             Pipeline.load(exported, devices=devices)
 
 
-def test_missing_components(tmp_path):
-    folder = small_export(tmp_path / "export")
+def test_missing_components(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "export")
     path = folder / "pipeline.json"
     manifest = json.loads(path.read_text())
+    image = np.zeros((64, 64, 3), "uint8")
     for name, message in (
         ("image_encoder", r"no image_encoder, which an image needs. .*components=image_encoder"),
         ("decoder", r"holds no decoder, which a pipeline needs"),
@@ -184,7 +187,7 @@ def test_missing_components(tmp_path):
         components = {k: v for k, v in manifest["components"].items() if k != name}
         path.write_text(json.dumps({**manifest, "components": components}))
         with pytest.raises(ExportError, match=message):
-            Pipeline.load(folder)("a", num_steps=2, image=np.zeros((64, 64, 3), "uint8"))
+            Pipeline.load(folder, jit_compile=False)("a", num_steps=2, image=image)
 
 
 # The command

@@ -25,10 +25,10 @@ from sd_tf.serving.batch import BatchError, work
 from sd_tf.serving.batch.command import Progress
 from sd_tf.serving.batch.folder import Folder, safe_name
 from sd_tf.serving.batch.rows import Row, check_rows, check_settings, divide, read_entries
-from tests.exports import small_export
+from tests.exports import shared_export
 
 ROOT = Path(__file__).parent.parent
-BATCH = 4
+BATCH = 2
 COUNT, FEWER = 500, 120
 SETTINGS = {
     "negative_prompt": None,
@@ -41,8 +41,8 @@ PROMPTS = [f"picture number {i}" for i in range(COUNT)]
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    return small_export(tmp_path_factory.mktemp("batch") / "export", batch_size=BATCH)
+def exported():
+    return shared_export()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from tests.exports import micro_export
 from tests.served import replicas, serving
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -15,7 +16,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 DEPLOYMENTS = ("front", "text_encoder", "diffusion_model", "decoder")
 TWO_OF_EACH = [flag for name in DEPLOYMENTS for flag in ("--replicas", f"{name}=2")]
 NODE = {"num_cpus": 2, "include_dashboard": False}
-BODY = {"prompt": "a large red star", "num_steps": 4, "seed": 1, "guidance_scale": 4.0}
+BODY = {"prompt": "a large red star", "num_steps": 2, "seed": 1, "guidance_scale": 4.0}
 RECOVERY_SECONDS = 120
 
 
@@ -41,10 +42,11 @@ def raylet(node) -> int:
     return process.process.pid
 
 
-def test_a_node_is_lost(cluster, tiny_exports, tmp_path):
+def test_a_node_is_lost(cluster, tmp_path):
     """Replicas on both nodes; when one node is gone, the other one answers, and alike."""
     flags = [*TWO_OF_EACH, "--cpus", "diffusion_model=1.2", "--nojit_compile"]
-    with serving(tiny_exports(4), tmp_path, *flags, address=cluster.address) as served:
+    flags += ["--num_steps", "2"]
+    with serving(micro_export(), tmp_path, *flags, address=cluster.address) as served:
         head, other = cluster.head_node, *cluster.worker_nodes
         for name in DEPLOYMENTS:
             assert [len(replicas(raylet(node), name)) for node in (head, other)] == [1, 1], name

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -249,7 +248,6 @@ def test_parameters_are_used_again(page):
     expect(page.locator("#negative_prompt")).to_have_value("")
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_command_draws_the_same(page, tmp_path):
     draw(page, FOR_SHELLS, num_steps=2, seed=3)
     drawn(page)

@@ -224,13 +224,13 @@ def page(results: dict) -> str:
     each = "the picture" if batch == 1 else f"all {batch} pictures"
     return _PAGE.substitute(
         title=escape(f"sd_tf benchmark, {date:%Y-%m-%d}"),
-        style=_STYLE,
+        style=STYLE,
         work=escape(work(results)),
         machine=escape(machine(results)),
         date=f'<time datetime="{escape(results["date"])}">{date:%d %B %Y, %H:%M} UTC</time>',
         headline=_headline(variants),
-        remarks=_remarks(remarks(results)),
-        warm=_bars(variants),
+        remarks=remark_list(remarks(results)),
+        warm=bars(variants),
         warm_note=escape(
             f"Seconds for {each}, from the prompt to pixels in memory: the median of "
             f"{variants[0]['repeat']} runs; the thin line spans the fastest to the slowest."
@@ -271,14 +271,14 @@ def _headline(variants: list[dict]) -> str:
     )
 
 
-def _remarks(found: list[str]) -> str:
+def remark_list(found: list[str]) -> str:
     if not found:
         return ""
     items = "".join(f"<li>{escape(text)}</li>" for text in found)
     return f'<ul class="remarks">{items}</ul>'
 
 
-def _bars(variants: list[dict]) -> str:
+def bars(variants: list[dict]) -> str:
     longest = max(v["warm"]["max"] for v in variants)
     bars = []
     for v in variants:
@@ -384,7 +384,7 @@ def _setup(results: dict) -> str:
     )
 
 
-_STYLE = """
+STYLE = """
 :root {
   color-scheme: light dark;
   --page: #f6f5f2; --card: #fff; --ink: #1c1b1a; --soft: #67635d; --line: #e2dfd8;

@@ -118,11 +118,15 @@ def exported(checkpoint, folder, **options):
 
 
 @pytest.fixture(scope="module")
-def pair(request, small_pipelines, tmp_path_factory):
-    """One family's pipelines; pytest orders the tests so that one export serves them all."""
-    pipeline, folder = small_pipelines(request.param)
-    target = tmp_path_factory.mktemp("exports") / request.param
-    exported(folder, target, **FAMILIES[request.param])
+def pair(request, tmp_path_factory):
+    """One family's pipelines; pytest orders the tests so that one export serves them all.
+
+    Blocks of one layer, to save time: `test_families` has the models' whole depth.
+    """
+    pipeline = peers.random_pipeline(request.param, layers_per_block=1)
+    folder = tmp_path_factory.mktemp(request.param)
+    pipeline.save_pretrained(folder / "checkpoint")
+    target = exported(folder / "checkpoint", folder / "export", **FAMILIES[request.param])
     # Not compiled, which these sizes hardly repay; that XLA computes the same is shown below.
     return Pair(pipeline, Pipeline.load(target, jit_compile=False))
 
@@ -245,15 +249,12 @@ def test_sizes_that_are_refused(small_pipelines, tmp_path, size):
 SHALLOW_UNET = {
     **peers.SD1_UNET,
     "block_out_channels": (32, 64),
-    "layers_per_block": 1,
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
-SHALLOW_VAE = {**peers.VAE, "layers_per_block": 1}
 VARIANTS = {
     "base": {},
-    "batch 3": {"batch_size": 3},
-    "batch 4": {"batch_size": 4, "jit_compile_text_encoder": True},
+    "batch 3": {"batch_size": 3, "jit_compile_text_encoder": True},
     "bfloat16": {"precision": "bfloat16"},
     "float16": {"precision": "float16"},
 }
@@ -264,12 +265,11 @@ FIVE_SEEDS = [5, 0, -7, 2**31 - 1, 5]
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory):
-    """A variant's name → the folder of its export. SD1 with fewer layers, to save time."""
+    """A variant's name → the folder of its export. SD1 of two levels, to save time."""
     folder = tmp_path_factory.mktemp("variants")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(peers.UNETS, "sd1", SHALLOW_UNET)
-        patch.setattr(peers, "VAE", SHALLOW_VAE)
-        peers.random_pipeline("sd1").save_pretrained(folder / "checkpoint")
+        peers.random_pipeline("sd1", layers_per_block=1).save_pretrained(folder / "checkpoint")
 
     def make(name):
         target = folder / name
@@ -297,10 +297,9 @@ def largest_difference(one, other):
     return np.abs(one.astype(int) - other).max()
 
 
-@pytest.mark.parametrize("variant", ["batch 3", "batch 4"])
-def test_one_seed_is_one_picture(variants, five, variant):
+def test_one_seed_is_one_picture(variants, five):
     """Whatever the batch, the place in it, and what stands beside it."""
-    pipeline = Pipeline.load(variants(variant))
+    pipeline = Pipeline.load(variants("batch 3"))
     result = pipeline(FIVE, seed=FIVE_SEEDS, **SEEDED)
     assert result.seeds == FIVE_SEEDS
     assert largest_difference(result.images, five) <= 1
@@ -334,9 +333,9 @@ def test_compiled_equals_not_compiled(variants, five):
 
 
 def test_compiled_text_encoder(variants):
-    loaded = tf.saved_model.load(str(variants("batch 4") / "text_encoder" / VERSION_FOLDER))
+    loaded = tf.saved_model.load(str(variants("batch 3") / "text_encoder" / VERSION_FOLDER))
     apart = tf.saved_model.load(str(variants("base") / "text_encoder" / VERSION_FOLDER))
-    tokens = peers.tokenizer(49407)(FIVE[:4], padding="max_length", return_tensors="np")
+    tokens = peers.tokenizer(49407)(FIVE[:3], padding="max_length", return_tensors="np")
     tokens = tokens["input_ids"].astype("int32")
     compiled = loaded.signatures["encode"](
         tokens=tf.constant(tokens), negative_tokens=tf.constant(tokens[::-1])

@@ -1,0 +1,1 @@
+"""One module for each engine: `load(job)` gives its stages, ready to be called."""

@@ -1,0 +1,116 @@
+"""KerasCV's pipeline, its parts compiled by XLA, with the checkpoint's weights put in."""
+
+from collections.abc import Iterable, Mapping
+
+import keras_cv
+import numpy as np
+from keras_cv.src.models.stable_diffusion.clip_tokenizer import SimpleTokenizer
+
+from sd_tf.bench import BenchError
+from sd_tf.bench.kerascv import MAX_PROMPT_LENGTH, PARTS, VOCABULARY, Stopwatch
+from sd_tf.bench.peers import inputs as npz
+from sd_tf.bench.peers.agreement import guided, pixels
+from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
+from sd_tf.config import PipelineConfig
+from sd_tf.weights import Checkpoint, StoredTensor, kerascv, open_checkpoint
+from sd_tf.weights.tensors import shortened
+
+Places = Iterable[tuple[str, StoredTensor]]
+kcv = keras_cv.models.stable_diffusion
+
+
+def load(job: Job) -> Loaded:
+    model = keras_cv.models.StableDiffusion(job.height, job.width, jit_compile=True)
+    model._tokenizer = SimpleTokenizer(bpe_path=str(VOCABULARY))
+    checkpoint = open_checkpoint(job.checkpoint)
+    model._text_encoder = text_encoder(checkpoint)
+    model._diffusion_model = diffusion_model(checkpoint, job.height, job.width)
+    model._decoder = decoder(checkpoint, job.height, job.width)
+    clocks = {name: Stopwatch(getattr(model, name), jit_compile=True) for name in PARTS}
+
+    def draw(steps):
+        for clock in clocks.values():
+            clock.calls = []
+        model.text_to_image(
+            PROMPT,
+            negative_prompt=NEGATIVE,
+            num_steps=steps,
+            unconditional_guidance_scale=GUIDANCE,
+            seed=0,
+        )
+        first, _ = clocks["diffusion_model"].calls[0]
+        decoding, _ = clocks["decoder"].calls[0]
+        return (decoding - first) / steps
+
+    return Loaded(_stages(model, npz.read(job.inputs)), draw)
+
+
+def _stages(model, given: dict[str, np.ndarray]) -> dict[str, Stage]:
+    positions = np.arange(MAX_PROMPT_LENGTH, dtype="int32")[None].repeat(2, axis=0)
+    tokens = {"tokens": given["tokens"], "positions": positions}
+    sample = {
+        "latent": npz.pair(given["noise"]),
+        "timestep_embedding": np.asarray(model._get_timestep_embedding(given["rows"][0, 0], 2)),
+        "context": given["context"],
+    }
+    return {
+        "text_encoder": Stage(
+            lambda: model.text_encoder.predict_on_batch(tokens), lambda context: context
+        ),
+        "unet_step": Stage(lambda: model.diffusion_model.predict_on_batch(sample), guided),
+        "decoder": Stage(
+            lambda: pixels(model.decoder.predict_on_batch(given["latent"])), lambda images: images
+        ),
+    }
+
+
+# The checkpoint's weights in KerasCV's models: `sd_tf.weights.kerascv` the other way round.
+
+
+def text_encoder(checkpoint: Checkpoint):
+    model = kcv.TextEncoder(MAX_PROMPT_LENGTH, download_weights=False)
+    fill(kerascv._text_arrays(model, checkpoint.config), checkpoint.tensors("text_encoder"))
+    return model
+
+
+def diffusion_model(checkpoint: Checkpoint, height: int, width: int):
+    model = kcv.DiffusionModel(height, width, MAX_PROMPT_LENGTH, download_weights=False)
+    fill(kerascv._unet_arrays(model, checkpoint.config), checkpoint.tensors("unet"))
+    return model
+
+
+def decoder(checkpoint: Checkpoint, height: int, width: int):
+    model = kcv.Decoder(height, width, download_weights=False)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors("vae").items()
+        if name.startswith(("decoder.", "post_quant_conv."))
+    }
+    fill(_decoder_places(model, checkpoint.config), tensors)
+    return model
+
+
+def _decoder_places(model, config: PipelineConfig) -> Places:
+    levels, resnets = len(config.vae.channels), config.vae.layers_per_block + 1
+    blocks = [f"up_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets)]
+    convs = [f"decoder.up_blocks.{i}.upsamplers.0.conv" for i in range(levels - 1)]
+    convs = ["post_quant_conv", "decoder.conv_in", *convs, "decoder.conv_out"]
+    return kerascv._half_vae("decoder", model, [*kerascv.MID_RESNETS, *blocks], convs)
+
+
+def fill(places: Places, tensors: Mapping[str, StoredTensor]) -> None:
+    """Every variable from its tensor, every tensor used."""
+    places = dict(places)
+    if different := places.keys() ^ tensors.keys():
+        raise BenchError(
+            "The checkpoint has exactly the tensors of KerasCV's model. "
+            f"Received, without a counterpart: {shortened(different)}"
+        )
+    for name, place in places.items():
+        variable, axes = place.read.args  # of `_take`: where this place is, and its layout
+        if tensors[name].size != place.size:
+            raise BenchError(
+                f"{name} has the shape {place.shape} in KerasCV. Received: {tensors[name].shape}"
+            )
+        stored = tensors[name].read().reshape(place.shape)
+        variable.assign(np.transpose(stored, np.argsort(axes)))

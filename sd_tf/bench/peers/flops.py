@@ -1,0 +1,24 @@
+"""The UNet's work, counted by PyTorch on diffusers' model, whoever computes it."""
+
+import json
+from pathlib import Path
+
+
+def unet_flops(checkpoint: Path, latent_shape: tuple[int, int, int]) -> int:
+    """Of one call on a guidance pair, every convolution and product taken directly.
+
+    A multiplication and an addition count as two. The model has shapes only, no memory.
+    """
+    import diffusers
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = json.loads((checkpoint / "unet" / "config.json").read_text(encoding="utf-8"))
+    height, width, channels = latent_shape
+    with torch.device("meta"), torch.no_grad():
+        unet = diffusers.UNet2DConditionModel.from_config(config)
+        sample = torch.empty(2, channels, height, width)
+        context = torch.empty(2, 77, unet.config.cross_attention_dim)
+        with FlopCounterMode(display=False) as counter:
+            unet(sample, torch.empty(()), context)
+    return counter.get_total_flops()

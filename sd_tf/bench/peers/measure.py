@@ -1,0 +1,337 @@
+"""Ours and the peers in turn: what is measured, and in which order."""
+
+import importlib.metadata
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+import sd_tf
+from sd_tf.bench import BenchError, why_not_the_same_work
+from sd_tf.bench import Options as ExportOptions
+from sd_tf.bench.peers import agreement, apart, folders, inputs
+from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, STAGES, Job
+from sd_tf.bench.peers.flops import unet_flops
+from sd_tf.bench.peers.process import Process
+from sd_tf.bench.report import hardware
+from sd_tf.bench.timing import summary
+from sd_tf.manifest import Manifest
+
+FORMAT_VERSION = 1
+FULL_STEPS = 20  # of the pictures that the report speaks of
+WARM_STEPS = 2  # of the picture before the timed ones
+MAX_STEPS = 50  # of our exports
+LIBRARIES = (
+    *("tensorflow", "keras", "keras-cv", "jax", "jaxlib", "torch", "diffusers", "transformers"),
+    *("openvino", "numpy"),
+)
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    checkpoint: str | None = None
+    work: str = "out/peers"
+    sizes: tuple[int, ...] = (256, 512)
+    peers: tuple[str, ...] = PEERS
+    rounds: int = 3
+    steps: int = 4
+    precision: str = "float32"
+    device: str = "cpu"
+
+    def check(self) -> "Options":
+        if unknown := [name for name in self.peers if name not in PEERS]:
+            raise BenchError(f"--peers are of {', '.join(PEERS)}. Received: {', '.join(unknown)}")
+        for name in ("sizes", "peers"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                given = ",".join(map(str, values))
+                raise BenchError(f"--{name} names at least one, each once. Received: {given!r}")
+        if wrong := [size for size in self.sizes if size < 8 or size % 8]:
+            raise BenchError(f"--sizes are positive multiples of 8. Received: {wrong[0]}")
+        if self.rounds < 1:
+            raise BenchError(f"--rounds is at least 1. Received: {self.rounds}")
+        if not WARM_STEPS <= self.steps <= FULL_STEPS:
+            raise BenchError(
+                f"--steps is {WARM_STEPS} to {FULL_STEPS}: between two lies what one takes. "
+                f"Received: {self.steps}"
+            )
+        return self
+
+
+def measure(options: Options, progress: Progress = lambda text: None) -> dict:
+    """All sizes. A peer that fails is left out and says why; the others go on."""
+    options.check()
+    work = Path(options.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    load_average = os.getloadavg()  # of before, which tells of others at work
+    progress("checkpoint …")
+    checkpoint = folders.checkpoint(options.checkpoint, work).resolve()
+    sizes = [Size(options, work, checkpoint, size, progress).measure() for size in options.sizes]
+    return {
+        "format_version": FORMAT_VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "flags": asdict(options),
+        "checkpoint": str(checkpoint),
+        "hardware": {**hardware(), "devices": sizes[0]["engines"][0]["devices"]},
+        "versions": versions(),
+        "load_average": load_average,
+        "full_steps": FULL_STEPS,
+        "sizes": sizes,
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"sd_tf": sd_tf.__version__, "python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Size:
+    """One size: our worker for all of it, the peers' one after the other."""
+
+    def __init__(self, options: Options, work: Path, checkpoint: Path, size: int, progress):
+        self.options, self.work, self.checkpoint, self.size = options, work, checkpoint, size
+        self.progress = lambda text: progress(f"{size} px: {text}")
+        self.run_folder = work / "run" / str(size)
+        self.run_folder.mkdir(parents=True, exist_ok=True)
+        self.export_dir = work / "exports" / f"{size}-{options.precision}"
+        self.left_out: list[dict] = []
+
+    def measure(self) -> dict:
+        self.progress("export …")
+        flags = {"height": self.size, "width": self.size, "max_steps": MAX_STEPS}
+        flags |= {"precision": self.options.precision, "target": self.options.device}
+        export_seconds = folders.export(self.checkpoint, self.export_dir, flags)
+        self.manifest = manifest = Manifest.read(self.export_dir)
+        if manifest.family != "sd1" or manifest.latent_inputs != "none":
+            raise BenchError(
+                f"Peers are compared on Stable Diffusion 1, text to image. "
+                f"Received: {manifest.family}"
+            )
+        apart(
+            inputs.write,
+            self.run_folder / "inputs.npz",
+            str(self.checkpoint),
+            manifest.latent_shape,
+            self.options.steps,
+        )
+        peers = list(self.options.peers)
+        with self._reference(peers) as ours:
+            memory = ours.process.ask("memory")  # all has been called; matrices come now
+            matmul = [ours.process.ask("matmul")]
+            pairs = [pair for name in peers if (pair := self._try(ours, name)) is not None]
+            matmul.append(ours.process.ask("matmul"))
+            if not pairs:
+                reasons = "\n".join(f"{item['label']}: {item['reason']}" for item in self.left_out)
+                raise BenchError(f"Nothing could be compared at {self.size} px.\n{reasons}")
+            engines = [{**_ours(ours, pairs), **memory}, *pairs]
+        return {
+            "size": self.size,
+            "export_seconds": export_seconds,
+            "unet_flops": apart(unet_flops, self.checkpoint, manifest.latent_shape),
+            "matmul_gflops": {name: max(found[name] for found in matmul) for name in matmul[0]},
+            "engines": engines,
+            "left_out": self.left_out,
+        }
+
+    @contextmanager
+    def _reference(self, peers: list[str]) -> Iterator["Running"]:
+        """Our SavedModels; where TensorFlow sees no GPU, our models on JAX, no peer then."""
+        try:
+            ours = self._start(OURS)
+        except BenchError as error:
+            if self.options.device != "gpu" or "jax" not in peers:
+                raise
+            self._leave_out(OURS, str(error), failed=False)
+            peers.remove("jax")
+            ours = self._start("jax")
+        with ours.process:
+            yield ours
+
+    def _start(self, name: str) -> "Running":
+        """The engine loaded, every stage called once."""
+        self.progress(f"{KINDS[name].label} …")
+        log = self.work / "logs" / f"{name}-{self.size}.log"
+        with ExitStack() as stack:
+            process = stack.enter_context(Process(self._job(name), log))
+            loaded = process.ask("load")
+            firsts = {stage: self._ask(process, stage, save=True) for stage in STAGES}
+            first_draw = process.ask("draw", steps=WARM_STEPS)["seconds"]
+            stack.pop_all()  # it goes on; who called ends it
+        return Running(name, process, loaded, firsts, first_draw)
+
+    def _job(self, name: str) -> Job:
+        options = self.options
+        return Job(
+            engine=name,
+            height=self.size,
+            width=self.size,
+            steps=options.steps,
+            threads=len(os.sched_getaffinity(0)),
+            device=options.device,
+            precision=options.precision,
+            checkpoint=str(self.checkpoint),
+            export_dir=str(self.export_dir),
+            ir_dir=str(self.work / "openvino"),
+            inputs=str(self.run_folder / "inputs.npz"),
+        )
+
+    def _output(self, name: str, stage: str) -> Path:
+        return self.run_folder / f"{name}-{stage}.npy"
+
+    def _ask(self, process: Process, stage: str, save: bool = False) -> float:
+        path = str(self._output(process.job.engine, stage)) if save else None
+        return process.ask("run", stage=stage, save=path)["seconds"]
+
+    def _try(self, ours: "Running", name: str) -> dict | None:
+        if reason := self._why_not(name):
+            self._leave_out(name, reason, failed=False)
+            return None
+        try:
+            return self._compare(ours, name)
+        except BenchError as error:
+            self._leave_out(name, str(error), failed=True)
+            self.progress(f"{KINDS[name].label} failed: {error}")
+            return None
+
+    def _why_not(self, name: str) -> str | None:
+        kind, options = KINDS[name], self.options
+        if options.device not in kind.devices:
+            return f"It is measured on {', '.join(kind.devices)}."
+        if options.precision not in kind.precisions:
+            return f"It computes in {', '.join(kind.precisions)}."
+        if name == "kerascv":
+            return why_not_the_same_work(self.manifest, ExportOptions())
+        return None
+
+    def _leave_out(self, name: str, reason: str, failed: bool) -> None:
+        entry = {"name": name, "label": KINDS[name].label, "reason": reason, "failed": failed}
+        self.left_out.append(entry)
+
+    def _compare(self, ours: "Running", name: str) -> dict:
+        conversion_seconds = 0.0
+        if name == "openvino":
+            conversion_seconds = folders.convert(self.checkpoint, self.work / "openvino")
+        peer = self._start(name)
+        with peer.process:
+            decibels = {stage: self._decibels(ours, name, stage) for stage in STAGES}
+            timed = {stage: self._alternate(ours, peer, stage) for stage in STAGES}
+            draws = self._alternate_draws(ours, peer)
+            memory = peer.process.ask("memory")
+        stages = {
+            stage: {
+                "first": peer.firsts[stage],
+                "seconds": summary(theirs),
+                "ours": summary(mine),
+                "ratio": statistics.median(theirs) / statistics.median(mine),
+                "psnr": decibels[stage],
+            }
+            for stage, (mine, theirs) in timed.items()
+        }
+        mine, theirs = draws
+        at_full = [full_seconds(self.options.steps, draw) for draw in theirs]
+        ours_at_full = [full_seconds(self.options.steps, draw) for draw in mine]
+        return {
+            **peer.described(stages, conversion_seconds),
+            "stages": stages,
+            "end_to_end": {
+                "first": peer.first_draw,
+                "draws": theirs,
+                "ours_draws": mine,
+                "seconds": summary(at_full),
+                "ours": summary(ours_at_full),
+                "ratio": statistics.median(at_full) / statistics.median(ours_at_full),
+            },
+            **memory,
+        }
+
+    def _decibels(self, ours: "Running", name: str, stage: str) -> float:
+        outputs = [np.load(self._output(engine, stage)) for engine in (ours.name, name)]
+        decibels = agreement.psnr(*outputs)
+        agreement.check(KINDS[name].label, stage, decibels, self.options.precision)
+        return decibels
+
+    def _alternate(self, ours: "Running", peer: "Running", stage: str):
+        turns = [
+            (self._ask(ours.process, stage), self._ask(peer.process, stage))
+            for _ in range(self.options.rounds)
+        ]
+        return tuple(map(list, zip(*turns, strict=True)))
+
+    def _alternate_draws(self, ours: "Running", peer: "Running"):
+        steps = self.options.steps
+        turns = [
+            (ours.process.ask("draw", steps=steps), peer.process.ask("draw", steps=steps))
+            for _ in range(min(self.options.rounds, 2))
+        ]
+        return tuple(map(list, zip(*turns, strict=True)))
+
+
+@dataclass(frozen=True)
+class Running:
+    """A loaded engine, and what its first calls took."""
+
+    name: str
+    process: Process
+    loaded: dict
+    firsts: dict[str, float]
+    first_draw: float
+
+    def described(self, stages: dict[str, dict], conversion_seconds: float = 0.0) -> dict:
+        calls = {"unet_step": self.process.job.steps if self.name == OURS else 1}
+        compiling = [
+            (self.firsts[name] - stage["seconds"]["median"]) * calls.get(name, 1)
+            for name, stage in stages.items()
+        ]
+        before = self.loaded["compile_seconds"]
+        return {
+            "name": self.name,
+            "label": KINDS[self.name].label,
+            "devices": self.loaded["devices"],
+            "load_seconds": self.loaded["load_seconds"],
+            "conversion_seconds": conversion_seconds,
+            "compile_seconds": max(sum(compiling), 0.0) + before + conversion_seconds,
+        }
+
+
+def _ours(running: Running, pairs: list[dict]) -> dict:
+    """Our row: all that was measured beside any peer."""
+
+    def values(part):
+        return [value for pair in pairs for value in part(pair)["ours"]["values"]]
+
+    stages = {
+        name: {
+            "first": running.firsts[name],
+            "seconds": summary(values(lambda pair, name=name: pair["stages"][name])),
+        }
+        for name in STAGES
+    }
+    return {
+        **running.described(stages),
+        "stages": stages,
+        "end_to_end": {
+            "first": running.first_draw,
+            "seconds": summary(values(lambda pair: pair["end_to_end"])),
+        },
+    }
+
+
+def full_seconds(steps: int, draw: dict[str, float]) -> float:
+    """Of a picture of FULL_STEPS, from one of fewer and the step of its own loop."""
+    return draw["seconds"] + (FULL_STEPS - steps) * draw["step_seconds"]
+
+
+def failed(results: dict) -> list[dict]:
+    return [item for size in results["sizes"] for item in size["left_out"] if item["failed"]]

@@ -1,0 +1,81 @@
+"""The parent's end of a worker."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import sd_tf
+from sd_tf.bench import LOG_LINES, BenchError
+from sd_tf.bench.peers.engine import KINDS, Job
+
+HOME = Path(sd_tf.__file__).parent.parent
+PATIENCE = 60  # seconds that a worker may take to end
+
+
+def environment(job: Job) -> dict[str, str]:
+    """As many threads for each, and the GPU, which two processes share, only where it is meant."""
+    gpu = job.device == "gpu"
+    path = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "KERAS_BACKEND": KINDS[job.engine].backend,
+        "OMP_NUM_THREADS": str(job.threads),
+        "TF_NUM_INTRAOP_THREADS": str(job.threads),
+        "JAX_PLATFORMS": "cuda" if gpu else "cpu",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "HF_HUB_OFFLINE": "1",
+        **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+    }
+
+
+class Process:
+    """A worker, ended with the `with` block."""
+
+    def __init__(self, job: Job, log: Path):
+        self.job, self.label, self._log = job, KINDS[job.engine].label, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "sd_tf.bench.peers.worker"]
+        with open(log, "wb") as file:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(dataclasses.asdict(job))],
+                env=environment(job),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def ask(self, do: str, **arguments) -> dict:
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._process.wait()
+            tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+            raise BenchError("\n".join([f"Its process ended with status {status}:", *tail]))
+        reply = json.loads(line)
+        if "error" in reply:
+            raise BenchError(f"{reply['error']} (log: {self._log})")
+        return reply

@@ -1,0 +1,229 @@
+"""The comparison as text, as JSON, and as one HTML page that needs nothing else."""
+
+import json
+import textwrap
+from datetime import datetime
+from pathlib import Path
+from string import Template
+
+from sd_tf.bench.peers import targets
+from sd_tf.bench.peers.engine import STAGES
+from sd_tf.bench.report import STYLE, bars, escape, gigabytes, machine, number, remark_list
+
+NAMES = {"text_encoder": "text encoder", "unet_step": "UNet step", "decoder": "decoder"}
+HEAD = ("", *NAMES.values(), "end to end", "compile", "load", "peak GB", "PSNR dB")
+VERDICTS = {True: "met", False: "not met", None: "not measured"}
+
+
+def write(results: dict, folder: Path, name: str, page: str) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
+    paths = [folder / f"{name}.json", folder / f"{name}.html"]
+    for path, text in zip(paths, (content + "\n", page), strict=True):
+        path.write_text(text, encoding="utf-8")
+    return paths
+
+
+# Figures in words
+
+
+def _with_ratio(part: dict) -> str:
+    seconds = number(part["seconds"]["median"])
+    return f"{seconds} ({part['ratio']:.2f}×)" if "ratio" in part else seconds
+
+
+def row(engine: dict) -> list[str]:
+    """The cells below HEAD; a ratio is this engine's seconds over ours, taken in turn with it."""
+    stages = [engine["stages"][name] for name in STAGES]
+    decibels = [f"{stage['psnr']:.0f}" for stage in stages if "psnr" in stage]
+    return [
+        engine["label"],
+        *map(_with_ratio, stages),
+        _with_ratio(engine["end_to_end"]),
+        number(engine["compile_seconds"]),
+        number(engine["load_seconds"]),
+        gigabytes(engine["peak_memory_bytes"]),
+        " / ".join(decibels) or "–",
+    ]
+
+
+def device_memory(size: dict) -> list[str]:
+    found = {e["label"]: e["peak_device_memory_bytes"] for e in size["engines"]}
+    each = [f"{label} {gigabytes(size)} GB" for label, size in found.items() if size is not None]
+    return [f"Peak device memory: {', '.join(each)}."] if each else []
+
+
+def matmul_line(size: dict) -> str:
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in size["matmul_gflops"].items())
+    share = targets.matmul_share(size)
+    line = f"The UNet's step is {number(size['unet_flops'] / 1e9)} GFLOP taken directly."
+    if share is None:
+        return line
+    return f"{line} Matmul, GFLOP/s: {rates}. Our step does {share:.0f} % of the best of them."
+
+
+def absences(size: dict) -> list[str]:
+    return [
+        f"{item['label']}: {'failed' if item['failed'] else 'left out'}. {item['reason']}"
+        for item in size["left_out"]
+    ]
+
+
+def notes(size: dict) -> list[str]:
+    return [*device_memory(size), matmul_line(size)]
+
+
+def work(results: dict) -> str:
+    flags = results["flags"]
+    steps, full = flags["steps"], results["full_steps"]
+    how = "" if steps == full else f", extrapolated from {steps}"
+    return (
+        f"one picture, {flags['precision']}, on the {flags['device'].upper()}; a UNet step is both "
+        f"halves of guidance; end to end is {full} steps{how}; medians of {flags['rounds']} turns"
+    )
+
+
+def judgement(target: dict) -> list[str]:
+    value = "–" if target["value"] is None else number(target["value"]) + target["unit"]
+    return [target["label"], target["limit"], value, VERDICTS[target["met"]]]
+
+
+def columns(lines: list[list[str]]) -> list[str]:
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    text = []
+    for index, (label, *cells) in enumerate(lines):
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        text.append("  ".join([label.ljust(widths[0]), *padded]).rstrip())
+        if index == 0:
+            text.append("-" * (sum(widths) + 2 * len(cells)))
+    return text
+
+
+def table(results: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    load = results["load_average"][0]
+    text = ["", *textwrap.wrap(f"Seconds, {work(results)}.", 100)]
+    text += [f"{machine(results)}; load before {load:.2f}", *textwrap.wrap(versions, 100)]
+    for size in results["sizes"]:
+        rows = [list(HEAD), *map(row, size["engines"])]
+        rows[0][0] = f"{size['size']} px"
+        text += ["", *columns(rows), ""]
+        for note in (*absences(size), *notes(size)):
+            text += textwrap.wrap(note, 100, subsequent_indent="  ")
+    if judged := targets.judged(results):
+        head = [f"targets, {targets.SIZE} px", "limit", "measured", ""]
+        text += ["", *columns([head, *map(judgement, judged)])]
+    return "\n".join(text)
+
+
+# The page
+
+
+def page(results: dict) -> str:
+    date = datetime.fromisoformat(results["date"])
+    return PAGE.substitute(
+        title="Peers",
+        style=STYLE,
+        work=escape(work(results)),
+        machine=escape(machine(results)),
+        date=f'<time datetime="{escape(results["date"])}">{date:%d %B %Y, %H:%M} UTC</time>',
+        sections="".join(map(_size, results["sizes"])) + _targets(results) + setup(results),
+    )
+
+
+def _size(size: dict) -> str:
+    head = [f"{size['size']} px", *HEAD[1:]]
+    charts = "".join(
+        f"<h2>{escape(name)}</h2>{_chart(size, stage)}"
+        for stage, name in {**NAMES, "end_to_end": "end to end"}.items()
+    )
+    return (
+        f"<section><h2>{size['size']}×{size['size']} px</h2><p>Seconds, medians; in parentheses "
+        f"how many times ours. A thin line spans the fastest to the slowest.</p>"
+        f"{html_table([head, *map(row, size['engines'])])}{remark_list(absences(size))}"
+        f"{charts}<p>{escape(' '.join(notes(size)))}</p></section>"
+    )
+
+
+def _chart(size: dict, stage: str) -> str:
+    parts = [{**engine["stages"], "end_to_end": engine["end_to_end"]} for engine in size["engines"]]
+    return bars(
+        [
+            {"name": engine["label"], "warm": part[stage]["seconds"]}
+            for engine, part in zip(size["engines"], parts, strict=True)
+        ]
+    )
+
+
+def _targets(results: dict) -> str:
+    judged = targets.judged(results)
+    if not judged:
+        return ""
+    lines = [["", "limit", "measured", ""], *map(judgement, judged)]
+    return f"<section><h2>Targets, {targets.SIZE} px</h2>{html_table(lines)}</section>"
+
+
+def html_table(lines: list[list[str]]) -> str:
+    head, *body = lines
+    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(label)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        + "</tr>"
+        for label, *rest in body
+    )
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def setup(results: dict) -> str:
+    flags = " ".join(f"--{k}={_flag(v)}" for k, v in results["flags"].items() if v is not None)
+    load = ", ".join(f"{value:.2f}" for value in results["load_average"])
+    facts = {
+        "system": results["hardware"]["system"],
+        "load before": load,
+        **results["versions"],
+        "flags": flags,
+    }
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in facts.items()
+    )
+    return f'<section><h2>Setup</h2><dl class="setup">{items}</dl></section>'
+
+
+def _flag(value) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>sd_tf: $title</title>
+<style>$style
+main { max-width: 64rem; }
+section > p { margin: 1rem 0; }
+section h2 { margin-top: 1.1rem; }
+section h2:first-child { margin-top: 0; }
+.row { grid-template-columns: 15rem 1fr; }
+svg text { fill: var(--soft); font-size: 12px; }
+</style>
+</head>
+<body>
+<main>
+<header>
+<h1>$title</h1>
+<p class="work">$work</p>
+<p>$machine</p>
+<p>$date</p>
+</header>
+$sections
+</main>
+</body>
+</html>
+""")

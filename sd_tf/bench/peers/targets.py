@@ -1,0 +1,79 @@
+"""What the SavedModels are to reach beside their peers, at one size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sd_tf.bench.peers.engine import OURS
+
+SIZE = 512
+
+
+@dataclass(frozen=True)
+class Target:
+    label: str
+    value: Callable[[dict], float | None]  # from a size's results; None: not measured
+    limit: float
+    at_most: bool = False
+    unit: str = ""
+
+    def met(self, size: dict) -> bool | None:
+        value = self.value(size)
+        if value is None:
+            return None
+        return value <= self.limit if self.at_most else value >= self.limit
+
+
+def engine(size: dict, name: str) -> dict | None:
+    return next((found for found in size["engines"] if found["name"] == name), None)
+
+
+def matmul_share(size: dict) -> float | None:
+    """Percent of the greatest rate seen of a product: the UNet's direct work in our step's time."""
+    ours, rates = engine(size, OURS), size["matmul_gflops"].values()
+    if ours is None or not rates:
+        return None
+    rate = size["unet_flops"] / ours["stages"]["unet_step"]["seconds"]["median"] / 1e9
+    return 100 * rate / max(rates)
+
+
+def _ratio(name: str, stage: str) -> Callable[[dict], float | None]:
+    def value(size):
+        found = engine(size, name)
+        if found is None:
+            return None
+        part = found["end_to_end"] if stage == "end_to_end" else found["stages"][stage]
+        return part["ratio"]
+
+    return value
+
+
+def _memory(size: dict) -> float | None:
+    ours = engine(size, OURS)
+    return None if ours is None else ours["peak_memory_bytes"] / 1e9
+
+
+TARGETS = (
+    Target("UNet step, OpenVINO / ours", _ratio("openvino", "unet_step"), 1.2),
+    Target("UNet step, KerasCV + XLA / ours", _ratio("kerascv", "unet_step"), 1.6),
+    Target("UNet step, PyTorch eager / ours", _ratio("torch", "unet_step"), 1.5),
+    Target("decoder, OpenVINO / ours", _ratio("openvino", "decoder"), 1.1),
+    Target("end to end, KerasCV + XLA / ours", _ratio("kerascv", "end_to_end"), 1.6),
+    Target("UNet step, share of the matmul peak", matmul_share, 100.0, unit=" %"),
+    Target("peak memory of ours", _memory, 9.0, at_most=True, unit=" GB"),
+)
+
+
+def judged(results: dict) -> list[dict]:
+    """One entry for each target; none where the size was not measured."""
+    sizes = [size for size in results["sizes"] if size["size"] == SIZE]
+    return [
+        {
+            "label": target.label,
+            "limit": f"{'≤' if target.at_most else '≥'} {target.limit:g}{target.unit}",
+            "value": target.value(size),
+            "unit": target.unit,
+            "met": target.met(size),
+        }
+        for size in sizes
+        for target in TARGETS
+    ]

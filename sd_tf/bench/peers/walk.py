@@ -1,0 +1,25 @@
+"""Text to picture for engines that come as models only: DDIM's steps from the table, in NumPy."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from sd_tf.bench.peers.agreement import guided
+from sd_tf.bench.peers.inputs import pair
+
+Model = Callable[..., np.ndarray]
+
+
+def walk(inputs: dict[str, np.ndarray], steps: int, encode: Model, unet: Model, decode: Model):
+    """Seconds of one step on the way; `steps` beyond the table's are not there."""
+    context = encode(inputs["tokens"])
+    x = inputs["noise"]
+    rows = inputs["rows"][:steps]
+    start = time.perf_counter()
+    for timestep, p, q, a, b in rows:
+        r = guided(unet(pair(x), timestep, context))
+        x = (a * x + b * (p * x + q * r)).astype("float32")
+    seconds = (time.perf_counter() - start) / len(rows)
+    decode(x)
+    return seconds

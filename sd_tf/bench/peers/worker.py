@@ -1,0 +1,81 @@
+"""`python -m sd_tf.bench.peers.worker JOB`: one engine, told what to do line by line.
+
+A line in is {"do": …}, a line out its result or {"error": …}. The end of the input ends it. What
+libraries print goes to the log, which is this process's error output.
+"""
+
+import time
+
+START = time.perf_counter()
+
+import contextlib  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+import traceback  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import numpy as np  # noqa: E402
+
+from sd_tf.bench.peers.engine import KINDS, Job, Loaded  # noqa: E402
+from sd_tf.bench.timing import peak_memory, timed  # noqa: E402
+
+
+def main(argument: str) -> None:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        with contextlib.suppress(OSError):  # where memory ends, this process is to go first
+            Path("/proc/self/oom_score_adj").write_text("900", encoding="utf-8")
+        worker = Worker(Job(**json.loads(argument)))
+        for line in sys.stdin:
+            print(json.dumps(worker.answer(json.loads(line))), file=replies, flush=True)
+
+
+class Worker:
+    """Each public method is what one line asks for."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self._loaded: Loaded | None = None
+
+    def answer(self, message: dict) -> dict:
+        try:
+            return getattr(self, message.pop("do"))(**message)
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def load(self) -> dict:
+        """Seconds since Python began, without what the engine compiles as it loads."""
+        name = f"sd_tf.bench.peers.engines.{KINDS[self.job.engine].module}"
+        self._loaded = loaded = importlib.import_module(name).load(self.job)
+        return {
+            "load_seconds": time.perf_counter() - START - loaded.compile_seconds,
+            "compile_seconds": loaded.compile_seconds,
+            "devices": loaded.devices,
+        }
+
+    def run(self, stage: str, save: str | None = None) -> dict:
+        known = self._loaded.stages[stage]
+        result, seconds = timed(known.run)
+        if save is not None:
+            np.save(save, known.output(result))
+        return {"seconds": seconds / known.calls}
+
+    def draw(self, steps: int) -> dict:
+        step_seconds, seconds = timed(lambda: self._loaded.draw(steps))
+        return {"seconds": seconds, "step_seconds": step_seconds}
+
+    def matmul(self) -> dict:
+        return {} if self._loaded.matmul is None else self._loaded.matmul()
+
+    def memory(self) -> dict:
+        return {
+            "peak_memory_bytes": peak_memory(),
+            "peak_device_memory_bytes": self._loaded.device_memory(),
+        }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

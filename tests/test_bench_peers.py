@@ -1,0 +1,406 @@
+"""The comparison with peers, on real small runs: agreement, figures, report, and messages."""
+
+import copy
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+
+import diffusers
+import keras
+import numpy as np
+import pytest
+import torch
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from sd_tf.bench import BenchError, __main__
+from sd_tf.bench.peers import agreement, apart, folders, report, scaling, targets
+from sd_tf.bench.peers.engine import GUIDANCE, KINDS, STAGES, Job
+from sd_tf.bench.peers.engines import kerascv
+from sd_tf.bench.peers.flops import unet_flops
+from sd_tf.bench.peers.measure import Options, full_seconds, measure
+from sd_tf.bench.peers.process import Process, environment
+from sd_tf.config import ScheduleConfig
+from sd_tf.sampling import tables
+from sd_tf.weights import StoredTensor, open_checkpoint
+from sd_tf.weights import kerascv as kerascv_weights
+from tests import peers
+
+RAN = ("torch", "openvino", "jax")  # PyTorch compiles minutes even for a small UNet
+
+
+@pytest.fixture(scope="session")
+def compared(small_pipelines, tmp_path_factory):
+    """The command's text, its JSON and its page, of all peers."""
+    _, checkpoint = small_pipelines("sd1")
+    folder = tmp_path_factory.mktemp("peers")
+    command = [sys.executable, "-m", "sd_tf.bench", "peers", f"--checkpoint={checkpoint}"]
+    command += [f"--work={folder}/work", f"--output={folder}", "--sizes=64"]
+    command += ["--rounds=2", "--steps=2", f"--peers=kerascv,{','.join(RAN)}"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr + result.stdout
+    content = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
+    return result.stdout, content, (folder / "peers.html").read_text(encoding="utf-8")
+
+
+def test_all_engines_agree(compared):
+    _, content, _ = compared
+    [size] = content["sizes"]
+    assert [engine["name"] for engine in size["engines"]] == ["sd_tf", *RAN]
+    for peer in size["engines"][1:]:
+        assert list(peer["stages"]) == list(STAGES)
+        for stage, figures in peer["stages"].items():
+            assert figures["psnr"] > (45 if stage == "decoder" else 60), (peer["name"], stage)
+
+
+def test_figures(compared):
+    _, content, _ = compared
+    [size] = content["sizes"]
+    ours, *peers = size["engines"]
+    assert len(ours["stages"]["unet_step"]["seconds"]["values"]) == 2 * len(peers)
+    for engine in size["engines"]:
+        assert engine["load_seconds"] > 0 and engine["compile_seconds"] >= 0
+        assert 2e8 < engine["peak_memory_bytes"] < 2e10
+    for peer in peers:
+        for part in (*peer["stages"].values(), peer["end_to_end"]):
+            assert len(part["seconds"]["values"]) == len(part["ours"]["values"]) == 2
+            ratio = np.median(part["seconds"]["values"]) / np.median(part["ours"]["values"])
+            np.testing.assert_allclose(part["ratio"], ratio)
+        for draw in peer["end_to_end"]["draws"]:
+            assert 0 < draw["step_seconds"] < draw["seconds"]
+    by_name = {engine["name"]: engine for engine in size["engines"]}
+    assert by_name["openvino"]["conversion_seconds"] > 0
+    assert by_name["openvino"]["compile_seconds"] > by_name["openvino"]["conversion_seconds"]
+    assert set(size["matmul_gflops"]) == {
+        f"{kind} {n}" for kind in ("xla", "graph") for n in (2048, 4096)
+    }
+    assert content["versions"]["openvino"] and content["hardware"]["cores"] >= 1
+    assert len(content["load_average"]) == 3 and content["date"]
+
+
+def test_kerascv_is_left_out_of_another_architecture(compared):
+    text, content, _ = compared
+    [left_out] = content["sizes"][0]["left_out"]
+    assert left_out["name"] == "kerascv" and not left_out["failed"]
+    assert "860 M parameters" in left_out["reason"]
+    assert "KerasCV + XLA: left out. KerasCV's UNet has 860 M" in text
+
+
+class Balanced(html.parser.HTMLParser):
+    """Every tag is closed where it has to be."""
+
+    VOID = ("meta", "line", "polyline", "circle")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def text_of(page: str) -> str:
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert "<script" not in page and "http" not in page and "$" not in page
+    return "".join(parser.text)
+
+
+def test_report(compared):
+    text, content, page = compared
+    shown, lines = text_of(page), " ".join(text.split())
+    for name in (*report.HEAD[1:], *(KINDS[engine].label for engine in ("sd_tf", *RAN))):
+        assert name in text and name in shown
+    assert "end to end is 20 steps, extrapolated from 2" in lines
+    assert "Matmul, GFLOP/s: xla 2048 " in lines
+    assert "targets" not in text  # which are of another size
+    assert report.table(content) in text
+
+
+def test_targets(compared):
+    _, content, _ = compared
+    content = copy.deepcopy(content)
+    [size] = content["sizes"]
+    size["size"] = targets.SIZE
+    engines = {engine["name"]: engine for engine in size["engines"]}
+    engines["openvino"]["stages"]["unet_step"]["ratio"] = 1.2
+    engines["openvino"]["stages"]["decoder"]["ratio"] = 1.09
+    engines["sd_tf"]["peak_memory_bytes"] = 9.1e9
+    engines["sd_tf"]["stages"]["unet_step"]["seconds"]["median"] = 2.0
+    size["unet_flops"], size["matmul_gflops"] = 400e9, {"xla 2048": 90.0, "graph 4096": 160.0}
+    met = {entry["label"]: (entry["value"], entry["met"]) for entry in targets.judged(content)}
+    assert met["UNet step, OpenVINO / ours"] == (1.2, True)
+    assert met["decoder, OpenVINO / ours"] == (1.09, False)
+    assert met["UNet step, KerasCV + XLA / ours"] == (None, None)
+    assert met["peak memory of ours"] == (9.1, False)
+    assert met["UNet step, share of the matmul peak"] == (125.0, True)
+    text = report.table(content)
+    assert re.search(r"UNet step, OpenVINO / ours +≥ 1\.2 +1\.20 +met", text)
+    assert re.search(r"UNet step, KerasCV \+ XLA / ours +≥ 1\.6 +– +not measured", text)
+    assert re.search(r"peak memory of ours +≤ 9 GB +9\.10 GB +not met", text)
+    assert "Targets, 512 px" in text_of(report.page(content))
+
+
+# What is compared
+
+
+def test_psnr():
+    rng = np.random.default_rng(0)
+    picture = rng.integers(1, 255, (1, 8, 8, 3)).astype("uint8")
+    assert agreement.psnr(picture, picture) == agreement.IDENTICAL
+    np.testing.assert_allclose(agreement.psnr(picture, picture + 1), 20 * np.log10(255))
+    values = rng.standard_normal((2, 5), "float32")
+    expected = 20 * np.log10(np.abs(values).max() / 0.5)
+    np.testing.assert_allclose(agreement.psnr(values, values + 0.5), expected, rtol=1e-6)
+    assert agreement.psnr(values, values * np.nan) == 0
+    with pytest.raises(BenchError, match=r"have the shape \(2, 5\). Received: \(5, 2\)"):
+        agreement.psnr(values, values.T)
+
+
+def test_a_peer_that_does_other_work():
+    agreement.check("OpenVINO", "decoder", 40.0, "float32")
+    agreement.check("OpenVINO", "decoder", 12.0, "bfloat16")
+    with pytest.raises(BenchError, match=r"Received: 39\.9 dB of OpenVINO in the stage decoder"):
+        agreement.check("OpenVINO", "decoder", 39.9, "float32")
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_solved_against_diffusers_step(prediction):
+    """diffusers' step from a peer's two predictions, and back again."""
+    settings = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    scheduler = diffusers.DDIMScheduler(
+        **settings,
+        prediction_type=prediction,
+        steps_offset=1,
+        clip_sample=False,
+        set_alpha_to_one=False,
+    )
+    scheduler.set_timesteps(4)
+    rng = np.random.default_rng(0)
+    x, pair = rng.standard_normal((1, 4, 4, 4)), rng.standard_normal((2, 4, 4, 4))
+    guided = pair[:1] + GUIDANCE * (pair[1:] - pair[:1])
+    schedule = ScheduleConfig(prediction=prediction, **settings)
+    rows = tables.steps(schedule, "ddim", 4).rows[:, 0]
+    columns = [tables.COLUMNS.index(name) for name in ("timestep", "p", "q", "a", "b0")]
+    for row, t in zip(rows[:, columns], scheduler.timesteps, strict=True):
+        assert row[0] == t
+        after = scheduler.step(torch.from_numpy(guided), t, torch.from_numpy(x)).prev_sample
+        solved = agreement.solved(x, after.numpy(), row)
+        np.testing.assert_allclose(solved, agreement.guided(pair), rtol=1e-4, atol=1e-4)
+
+
+def test_pixels():
+    values = np.array([[-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]])
+    assert agreement.pixels(values).tolist() == [[0, 0, 128, 191, 255, 255]]
+
+
+def test_full_seconds():
+    assert full_seconds(4, {"seconds": 10.0, "step_seconds": 2.0}) == 42.0
+
+
+def test_unet_flops(tmp_path):
+    """SD1.5's, as counted by layer kinds: 801 + 467 + 252 + 87."""
+    (tmp_path / "unet").mkdir()
+    config = tmp_path / "unet" / "config.json"
+    config.write_text('{"cross_attention_dim": 768}', encoding="utf-8")
+    np.testing.assert_allclose(unet_flops(tmp_path, (64, 64, 4)) / 1e9, 1607, rtol=0.01)
+
+
+# KerasCV with the checkpoint's weights
+
+
+@pytest.fixture(scope="module")
+def real_text_and_vae(tmp_path_factory):
+    """SD1.5's text encoder and autoencoder, beside a small UNet."""
+    text = CLIPTextConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
+    )
+    vae = diffusers.AutoencoderKL(**{**peers.VAE, "block_out_channels": (128, 256, 512, 512)})
+    unet = diffusers.UNet2DConditionModel(**{**peers.SD1_UNET, "cross_attention_dim": 768})
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=peers.randomized(vae, 1),
+        text_encoder=peers.randomized(CLIPTextModel(text), 2),
+        tokenizer=peers.tokenizer(49407),
+        unet=unet,
+        scheduler=diffusers.DDIMScheduler(**peers.SCHEDULE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    folder = tmp_path_factory.mktemp("real")
+    pipeline.save_pretrained(folder)
+    return pipeline, open_checkpoint(folder)
+
+
+def close(ours, theirs):
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+
+
+def test_kerascv_text_encoder(real_text_and_vae):
+    pipeline, checkpoint = real_text_and_vae
+    tokens = checkpoint.tokenizer()(["", "a red bicycle"])
+    with torch.no_grad():
+        theirs = pipeline.text_encoder(torch.from_numpy(tokens).long())[0].numpy()
+    positions = np.arange(77, dtype="int32")[None].repeat(2, axis=0)
+    close(kerascv.text_encoder(checkpoint)([tokens, positions]), theirs)
+
+
+def test_kerascv_decoder(real_text_and_vae):
+    pipeline, checkpoint = real_text_and_vae
+    latent = np.random.default_rng(0).standard_normal((1, 8, 8, 4), "float32")
+    scaled = torch.from_numpy(np.moveaxis(latent, -1, 1)) / pipeline.vae.config.scaling_factor
+    with torch.no_grad():
+        theirs = np.moveaxis(pipeline.vae.decode(scaled).sample.numpy(), 1, -1)
+    close(kerascv.decoder(checkpoint, 64, 64)(latent), theirs)
+
+
+def test_fill_is_strict():
+    layer = keras.layers.Dense(3)
+    layer.build((None, 2))
+    values = np.arange(6, dtype="float32").reshape(3, 2)
+
+    def stored(array):
+        return StoredTensor(array.shape, "float32", lambda: array)
+
+    def places():
+        return kerascv_weights._leaf("x", layer)
+
+    kerascv.fill(places(), {"x.weight": stored(values), "x.bias": stored(values[:, 0])})
+    np.testing.assert_array_equal(np.asarray(layer.kernel), values.T)
+    np.testing.assert_array_equal(np.asarray(layer.bias), values[:, 0])
+    with pytest.raises(BenchError, match=r"Received, without a counterpart: x\.bias, y\.bias"):
+        kerascv.fill(places(), {"x.weight": stored(values), "y.bias": stored(values[:, 0])})
+    with pytest.raises(BenchError, match=r"x\.bias has the shape \(3,\) in .* Received: \(2,\)"):
+        kerascv.fill(places(), {"x.weight": stored(values), "x.bias": stored(values[0])})
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peers": ("torch", "x")}, r"--peers are of kerascv, torch, .* Received: x"),
+        ({"peers": ()}, r"--peers names at least one, each once. Received: ''"),
+        ({"peers": ("jax", "jax")}, r"each once. Received: 'jax,jax'"),
+        ({"sizes": (64, 100)}, r"--sizes are positive multiples of 8. Received: 100"),
+        ({"rounds": 0}, r"--rounds is at least 1. Received: 0"),
+        ({"steps": 1}, r"--steps is 2 to 20: .* Received: 1"),
+        ({"checkpoint": "/none"}, r"--checkpoint is a diffusers folder. Received: '/none'"),
+    ],
+)
+def test_wrong_options(tmp_path, options, message):
+    with pytest.raises(BenchError, match=message):
+        measure(Options(**{"work": str(tmp_path), **options}))
+
+
+def test_wrong_flags(capsys):
+    assert __main__.main(["peers", "--peers", "torch,x"]) == 1
+    assert capsys.readouterr().err.startswith("sd_tf.bench: --peers are of kerascv, torch,")
+    for flags, message in (
+        (["peers", "--sizes", "big"], "whole numbers with commas between them. Received: 'big'"),
+        (["peers", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["none"], "invalid choice: 'none'"),
+    ):
+        with pytest.raises(SystemExit):
+            __main__.main(flags)
+        assert message in capsys.readouterr().err
+
+
+# Processes
+
+
+def job(**changes) -> Job:
+    fields = {"engine": "torch", "height": 64, "width": 64, "steps": 2, "threads": 1}
+    return Job(**{**fields, "checkpoint": "/none", **changes})
+
+
+def test_a_worker_says_what_failed(tmp_path):
+    with Process(job(), tmp_path / "logs" / "log.txt") as process:
+        with pytest.raises(BenchError, match=r"/none.*\(log: .*log\.txt\)"):
+            process.ask("load")
+        with pytest.raises(BenchError, match="AttributeError"):
+            process.ask("nothing")
+    assert "Traceback" in (tmp_path / "logs" / "log.txt").read_text(encoding="utf-8")
+
+
+def test_a_worker_that_dies(tmp_path):
+    process = Process(job(), tmp_path / "log.txt")
+    process._process.kill()
+    with process, pytest.raises(BenchError, match="ended with status -9"):
+        process.ask("load")
+
+
+def test_environment(monkeypatch):
+    assert environment(job())["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    given = environment(job(engine="jax", device="gpu", threads=3))
+    assert "CUDA_VISIBLE_DEVICES" not in given
+    assert (given["KERAS_BACKEND"], given["JAX_PLATFORMS"]) == ("jax", "cuda")
+    assert given["OMP_NUM_THREADS"] == given["TF_NUM_INTRAOP_THREADS"] == "3"
+
+
+def test_apart_says_what_failed():
+    with pytest.raises(BenchError, match=r"sqrt: TypeError: "):
+        apart(math.sqrt, "x")
+    assert apart(math.sqrt, 4.0) == 2.0
+
+
+def test_what_was_made_is_used_again(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        (tmp_path / "folder").mkdir()
+
+    for content, count in (("a", 1), ("a", 1), ("b", 2)):
+        folders._once(tmp_path / "folder", content, make)
+        assert len(made) == count
+
+
+# Scaling
+
+
+def test_points():
+    cross = [(p.batch, p.size) for p in scaling.points((2, 1), (256, 64, 128), "cross")]
+    assert cross == [(1, 64), (1, 128), (1, 256), (2, 64)]
+    assert len(scaling.points((1, 2), (64, 128, 256), "full")) == 6
+    for arguments, message in (
+        (((0,), (64,)), "--batches are at least 1. Received: 0"),
+        (((1,), (65,)), "--sizes are positive multiples of 8. Received: 65"),
+    ):
+        with pytest.raises(BenchError, match=message):
+            scaling.points(*arguments, "full")
+
+
+def test_scaling(small_pipelines, tmp_path, capsys):
+    _, checkpoint = small_pipelines("sd1")
+    flags = [f"--checkpoint={checkpoint}", f"--work={tmp_path}/work", f"--output={tmp_path}"]
+    assert __main__.main(["scaling", *flags, "--batches=2", "--sizes=64"]) == 0
+    content = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))
+    [point] = content["points"]
+    assert (point["batch"], point["size"]) == (2, 64)
+    draw = point["draw"]
+    expected = 2 / (draw["seconds"] + 19 * draw["step_seconds"])
+    np.testing.assert_allclose(point["images_per_second"], expected)
+    assert not (tmp_path / "work" / "exports" / "scaling").exists()
+    assert "20 steps, extrapolated from 1" in capsys.readouterr().out
+    content["points"] += [{**point, "batch": 4}, {**point, "size": 128}]
+    shown = text_of(scaling.page(content))
+    assert "pictures in a batch" in shown and "megapixels of a picture" in shown
