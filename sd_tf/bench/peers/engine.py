@@ -32,11 +32,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Stage:
-    """`run` returns when the result is there, after `calls` calls; `output` is what is compared."""
+    """`run` returns when the result is there, after `calls` calls; `output` is what is compared.
+
+    With `less`, what that takes is taken off: a loop's own time is the difference of two lengths.
+    """
 
     run: Callable[[], Any]
     output: Callable[[Any], np.ndarray]
     calls: int = 1
+    less: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)

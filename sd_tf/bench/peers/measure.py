@@ -241,7 +241,9 @@ class Size:
         }
         mine, theirs = draws
         at_full = [full_seconds(self.options.steps, draw) for draw in theirs]
-        ours_at_full = [full_seconds(self.options.steps, draw) for draw in mine]
+        # Our loop is the stage itself; what precedes it is in the draw already.
+        step = {"step_seconds": stages["unet_step"]["ours"]["median"]}
+        ours_at_full = [full_seconds(self.options.steps, draw | step) for draw in mine]
         return {
             **peer.described(stages, conversion_seconds),
             "stages": stages,
@@ -289,7 +291,7 @@ class Running:
     first_draw: float
 
     def described(self, stages: dict[str, dict], conversion_seconds: float = 0.0) -> dict:
-        calls = {"unet_step": self.process.job.steps if self.name == OURS else 1}
+        calls = {"unet_step": self.process.job.steps - 1 if self.name == OURS else 1}
         compiling = [
             (self.firsts[name] - stage["seconds"]["median"]) * calls.get(name, 1)
             for name, stage in stages.items()

@@ -77,7 +77,8 @@ def _stages(replica: Replica, job: Job) -> dict[str, Stage]:
         "unet_step": Stage(
             lambda: segment(job.steps),
             lambda _: solved(noise, segment(1), given["rows"][0]),
-            calls=job.steps,
+            calls=job.steps - 1,
+            less=lambda: segment(1),
         ),
         "decoder": Stage(lambda: replica.decode(given["latent"]), lambda images: images),
     }
