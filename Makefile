@@ -33,11 +33,11 @@ serve: $(VENV)/serve.stamp
 bench-peers: $(VENV)/bench.stamp
 	$(BIN)/python -m sd_tf.bench peers --output out/peers/report
 
-# Two groups at a time, the longest first; the full-size models, which want the memory, beside what
-# wants least. A group is a process, so that what TensorFlow traced and keeps does not pile up.
+# Two groups at a time, the longest first; the full-size models come last and alone, because they want
+# the memory. A group is a process, so that what TensorFlow traced and keeps does not pile up.
 test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-serving test-first test-parity
-	$(MAKE) --jobs=2 --output-sync=target test-full-size test-second test-jax
+	$(MAKE) --jobs=2 --output-sync=target test-serving test-first test-parity test-second test-jax
+	$(MAKE) test-full-size
 
 PYTEST := $(BIN)/python -m pytest --durations=12
 SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)
