@@ -18,9 +18,9 @@ FLAGS = flags.FLAGS
 
 flags.DEFINE_string(
     "checkpoint",
-    None,
-    "Diffusers folder, .safetensors file, Hugging Face Hub id, kerascv:sd1.4, kerascv:sd2.1 or "
-    "kerascv:FOLDER. Default: the shipped tiny one, trained on drawn scenes.",
+    "tiny",
+    "Diffusers folder, .safetensors file, Hugging Face Hub id, kerascv:sd1.4, kerascv:sd2.1, "
+    "kerascv:FOLDER, or tiny: the embedded one, trained on drawn scenes.",
 )
 flags.DEFINE_string("output_dir", "exports/tiny", "Where the export is put.")
 flags.DEFINE_integer("batch_size", 1, "Pictures per call.")
@@ -65,7 +65,7 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
     logging.set_verbosity(logging.WARNING)  # TensorFlow tells much while it saves
-    from sd_tf.checkpoints import TINY_FOLDER
+    from sd_tf.checkpoints import EMBEDDED
     from sd_tf.export import Options, export
     from sd_tf.manifest import ExportError
     from sd_tf.weights import CheckpointError, open_checkpoint
@@ -73,7 +73,7 @@ def main(argv):
     start = time.perf_counter()
     try:
         checkpoint = open_checkpoint(
-            TINY_FOLDER if FLAGS.checkpoint is None else FLAGS.checkpoint,
+            EMBEDDED.get(FLAGS.checkpoint, FLAGS.checkpoint),
             family=FLAGS.family,
             scheduler=FLAGS.scheduler,
             variant=FLAGS.variant,

@@ -1,10 +1,9 @@
-"""From prompts to pictures: checks a call, divides it into batches, walks from model to model.
+"""From prompts to pictures: divides a call into batches, walks from model to model.
 
 Where the models run is the part that differs: SavedModels in this process (`pipeline`), or behind
 a server (`serving.client`). So nothing here needs TensorFlow.
 """
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,20 @@ import numpy as np
 from PIL import Image
 
 from sd_tf.manifest import ExportError, Manifest
-from sd_tf.sampling.tables import HISTORY, start_row
+from sd_tf.pictures import to_model
+from sd_tf.request import (
+    DEFAULT_GUIDANCE,
+    DEFAULT_STEPS,
+    Request,
+    check_image_encoder,
+    read_request,
+)
+from sd_tf.sampling.tables import HISTORY
 from sd_tf.tokenizer import ClipTokenizer
 
 PLAIN = "plain_"
-DEFAULT_STEPS, DEFAULT_GUIDANCE = 50, 7.5
-DEFAULT_STRENGTH = {"none": 0.8, "mask_and_image": 1.0}
-# SDXL's refiner is conditioned on how beautiful a picture is to be.
-AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
+WHITE = 128  # of 255: from here on a mask says "paint"
+NEEDED = ("text_encoder", "diffusion_model", "decoder")
 
 # On the way: (model calls done, calls in all, latents (B, h, w, 4)). False stops the run.
 Callback = Callable[[int, int, np.ndarray], bool | None]
@@ -40,25 +45,12 @@ class Result:
         return [Image.fromarray(image) for image in self.images]
 
 
-@dataclass
-class Request:
-    """What one call asks for, checked, with one entry per image."""
+@dataclass(frozen=True)
+class Watch:
+    """Who is told on the way, and after how many model calls."""
 
-    prompts: list[str]
-    negatives: list[str] | None
-    seeds: list[int]
-    num_steps: int
-    guidance_scale: float
-    sampler: int
-    calls: int
-    start: int
-    image: np.ndarray | None = None  # float32 (H, W, 3) in [-1, 1], of every image
-    mask: np.ndarray | None = None  # float32 (H, W), 1 where to paint
-    noise: np.ndarray | None = None  # float32 (N, h, w, 4)
-    time_ids: np.ndarray | None = None
-    negative_time_ids: np.ndarray | None = None
-    callback: Callback | None = None
-    callback_every: int = 1
+    callback: Callback | None
+    every: int
 
 
 class Chain:
@@ -81,6 +73,7 @@ class Chain:
         image=None,
         mask=None,
         strength: float | None = None,
+        image_guidance_scale: float | None = None,
         noise: np.ndarray | None = None,
         callback: Callback | None = None,
         callback_every: int = 1,
@@ -96,23 +89,37 @@ class Chain:
             seed: a number for the first image, the following ones count up; or one for each.
                 None draws at random; the result's `seeds` tells.
             scheduler: one of `manifest.samplers`; None: the checkpoint's own.
-            image: the picture to start from (or to paint in): PIL image or uint8 (H, W, 3).
-            mask: where to paint, white, for a checkpoint made for inpainting.
+            image: the picture to start from, to paint in, or that the prompt tells how to edit
+                (InstructPix2Pix): PIL image or uint8 (H, W, 3); one for all or one for each.
+            mask: where to paint, white, for a checkpoint made for inpainting; one or one for each.
             strength: how much of the way from the image to noise and back is walked, above 0 to 1.
+            image_guidance_scale: how strongly an edit holds on to the image (default: 1.5).
             noise: unit noise (N, h, w, 4) in place of what the seeds give.
             callback: called with (done, calls, latents) after every `callback_every` model calls
                 and the last one; False stops.
             original_size, crop_top_left, target_size: SDXL's size conditioning, (height, width).
         """
         start = time.perf_counter()
-        request = self._check(
-            prompt, negative_prompt, num_steps, guidance_scale, seed, scheduler, noise
+        request = read_request(
+            self.manifest,
+            prompt,
+            negative_prompt=negative_prompt,
+            num_steps=num_steps,
+            guidance_scale=guidance_scale,
+            seed=seed,
+            scheduler=scheduler,
+            image=image,
+            mask=mask,
+            strength=strength,
+            image_guidance_scale=image_guidance_scale,
+            noise=noise,
+            original_size=original_size,
+            crop_top_left=crop_top_left,
+            target_size=target_size,
         )
         if callback_every < 1:
             raise ValueError(f"callback_every is at least 1. Received: {callback_every}")
-        request.callback, request.callback_every = callback, callback_every
-        self._add_images(request, image, mask, strength)
-        self._add_sizes(request, original_size, crop_top_left, target_size)
+        watch = Watch(callback, callback_every)
 
         batch = self.manifest.batch_size
         chunks = [range(i, i + batch) for i in range(0, len(request.prompts), batch)]
@@ -120,7 +127,7 @@ class Chain:
         shares = [jobs[i :: len(self._replicas)] for i in range(len(self._replicas))]
 
         def work(replica, share):
-            return [(chunk, replica.run(request, chunk, ids)) for chunk, ids in share]
+            return [(chunk, replica.run(request, chunk, ids, watch)) for chunk, ids in share]
 
         if len(self._replicas) == 1:
             done = work(self._replicas[0], shares[0])
@@ -140,8 +147,10 @@ class Chain:
         """Compile everything that a call needs; seconds per stage."""
         size = (self.manifest.height, self.manifest.width)
         pictures = {}
+        if self.manifest.latent_inputs != "none":
+            pictures["image"] = np.zeros((*size, 3), "uint8")
         if self.manifest.latent_inputs == "mask_and_image":
-            pictures = {"image": np.zeros((*size, 3), "uint8"), "mask": np.zeros(size, "uint8")}
+            pictures["mask"] = np.zeros(size, "uint8")
         prompts = [""] * (self.manifest.batch_size * len(self._replicas))
         return self(prompts, num_steps=1, seed=0, **pictures).timings
 
@@ -151,104 +160,8 @@ class Chain:
 
     def encode(self, pictures: np.ndarray) -> np.ndarray:
         """uint8 pictures (B, H, W, 3) → the latents that `decode` takes."""
-        self._need_image_encoder()
-        return self._replicas[0].encode(pictures.astype("float32") / 127.5 - 1.0)
-
-    def _need_image_encoder(self) -> None:
-        if "image_encoder" not in self.manifest.components:
-            raise ExportError(
-                "The export has no image_encoder, which an image needs. Export it with "
-                "--components=image_encoder."
-            )
-
-    # What a call asks for
-
-    def _check(
-        self, prompt, negative_prompt, num_steps, guidance_scale, seed, scheduler, noise
-    ) -> Request:
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        if not prompts:
-            raise ValueError("At least one prompt is needed. Received: none")
-        count = len(prompts)
-        negatives = negative_prompt
-        if negatives is not None:
-            negatives = [negatives] * count if isinstance(negatives, str) else list(negatives)
-            if len(negatives) != count:
-                raise ValueError(
-                    f"One negative prompt for all or one for each of {count} prompts. "
-                    f"Received: {len(negatives)}"
-                )
-        name = self.manifest.default_sampler if scheduler is None else scheduler
-        calls = self.manifest.model_calls(name, num_steps)
-        if not np.isfinite(guidance_scale):
-            raise ValueError(f"guidance_scale is a finite number. Received: {guidance_scale}")
-        if noise is not None:
-            noise = np.asarray(noise, "float32")
-            expected = (count, *self.manifest.latent_shape)
-            if noise.shape != expected:
-                raise ValueError(f"noise has the shape {expected}. Received: {noise.shape}")
-        return Request(
-            prompts=prompts,
-            negatives=negatives,
-            seeds=image_seeds(seed, count),
-            num_steps=int(num_steps),
-            guidance_scale=float(guidance_scale),
-            sampler=self.manifest.samplers.index(name),
-            calls=calls,
-            start=0,
-            noise=noise,
-        )
-
-    def _add_images(self, request: Request, image, mask, strength: float | None) -> None:
-        paints = self.manifest.latent_inputs == "mask_and_image"
-        if (image is None or mask is None) and paints:
-            raise ValueError("This checkpoint paints inside a mask: give image=... and mask=...")
-        if mask is not None and not paints:
-            raise ValueError(
-                f"Only a checkpoint made for inpainting takes a mask; this one is "
-                f"{self.manifest.family}."
-            )
-        if image is None:
-            return
-        if strength is None:
-            strength = DEFAULT_STRENGTH[self.manifest.latent_inputs]
-        request.start = start_row(request.num_steps, strength)
-        self._need_image_encoder()
-        request.image = self._pixels(image, "RGB").astype("float32") / 127.5 - 1.0
-        if mask is not None:
-            request.mask = (self._pixels(mask, "L") >= 128).astype("float32")
-
-    def _pixels(self, picture, mode: str) -> np.ndarray:
-        size = (self.manifest.width, self.manifest.height)
-        if isinstance(picture, Image.Image):
-            resample = Image.Resampling.LANCZOS if mode == "RGB" else Image.Resampling.NEAREST
-            picture = picture.convert(mode)
-            return np.asarray(picture if picture.size == size else picture.resize(size, resample))
-        picture = np.asarray(picture)
-        expected = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
-        if picture.shape != expected or picture.dtype != np.uint8:
-            raise ValueError(
-                f"A picture is a PIL image, or an array of uint8 {expected}. "
-                f"Received: {picture.dtype} {picture.shape}"
-            )
-        return picture
-
-    def _add_sizes(self, request: Request, original_size, crop_top_left, target_size) -> None:
-        if not self.manifest.time_ids:
-            if (original_size, tuple(crop_top_left), target_size) != (None, (0, 0), None):
-                raise ValueError("Only SDXL is conditioned on sizes and crops.")
-            return
-        size = (self.manifest.height, self.manifest.width)
-        ids = [*(original_size or size), *crop_top_left]
-        negative = list(ids)
-        if self.manifest.time_ids == 5:
-            ids.append(AESTHETIC_SCORE)
-            negative.append(NEGATIVE_AESTHETIC_SCORE)
-        else:
-            ids += target_size or size
-            negative = ids
-        request.time_ids = np.array(ids, "float32")
-        request.negative_time_ids = np.array(negative, "float32")
+        check_image_encoder(self.manifest)
+        return self._replicas[0].encode(to_model(pictures))
 
     def _tokens(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
         """Ids of a chunk, the last one filled up with its last prompt."""
@@ -273,7 +186,10 @@ class Stages(ABC):
 
     @abstractmethod
     def call(self, component: str, endpoint: str, **inputs) -> Mapping[str, Any]:
-        """Run one model. What it gives is whatever `np.asarray` and another `call` take."""
+        """Run one model. What it gives is whatever `to_host` and another `call` take."""
+
+    def to_host(self, value) -> np.ndarray:
+        return np.asarray(value)
 
     def signature(self, component: str, endpoint: str) -> str:
         """The endpoint's signature: compiled, or its plain twin where there is one."""
@@ -282,19 +198,22 @@ class Stages(ABC):
 
     def decode(self, latents) -> np.ndarray:
         outputs = self.call("decoder", "serving_default", latent=latents)
-        return np.asarray(outputs["generated_images"])
+        return self.to_host(outputs["generated_images"])
 
     def encode(self, images) -> np.ndarray:
         """Pictures (B, H, W, 3) in [-1, 1] → scaled latents."""
-        latent = self.call("image_encoder", "serving_default", images=images)["latent"]
-        return np.asarray(latent) * np.float32(self.manifest.scaling_factor)
+        return self._posterior_mode(images) * np.float32(self.manifest.scaling_factor)
 
-    def run(self, request: Request, chunk: range, tokens: dict[str, np.ndarray]):
+    def _posterior_mode(self, images) -> np.ndarray:
+        latent = self.call("image_encoder", "serving_default", images=images)["latent"]
+        return self.to_host(latent)
+
+    def run(self, request: Request, chunk: range, tokens, watch: "Watch"):
         """One batch: pictures (B, H, W, 3) and the seconds of each stage."""
         clock = Clock()
         endpoint = "encode" if "negative_tokens" in tokens else "serving_default"
         conditions = dict(self.call("text_encoder", endpoint, **tokens))
-        np.asarray(conditions["context"])  # waits for it
+        self.to_host(conditions["context"])  # waits for it
         clock.stop("text_encoder")
         if request.time_ids is not None:
             shape = (len(chunk), len(request.time_ids))
@@ -303,32 +222,32 @@ class Stages(ABC):
         image_latent = self._encode_images(request, chunk, conditions)
         if request.image is not None:
             clock.stop("image_encoder")
-        latents = self._denoise(request, chunk, conditions, image_latent)
+        latents = self._denoise(request, chunk, conditions, image_latent, watch)
         clock.stop("diffusion_model")
         images = self.decode(latents)
         clock.stop("decoder")
         return images, clock.seconds
 
     def _encode_images(self, request, chunk, conditions):
-        """The image's scaled latents; for inpainting also what the UNet sees beside the noise."""
+        """The scaled latents to start from; what the UNet sees beside the noise is a condition."""
         if request.image is None:
             return None
 
-        def encode(image):
-            return self.encode(np.broadcast_to(image, (len(chunk), *image.shape)))
+        image = to_model(np.stack(_filled(request.image, chunk)))
+        if self.manifest.latent_inputs == "image":  # trained on latents that are not scaled
+            conditions["conditioning_latent"] = self._posterior_mode(image)
+            return None
 
         if request.mask is not None:
             height, width, _ = self.manifest.latent_shape
             rows = np.arange(height) * self.manifest.height // height
             columns = np.arange(width) * self.manifest.width // width
-            small = request.mask[rows][:, columns]
-            shape = (len(chunk), height, width, 1)
-            conditions["mask"] = np.broadcast_to(small[None, :, :, None], shape)
-            kept = request.image * (request.mask < 0.5)[..., None]
-            conditions["masked_image_latent"] = encode(kept)
-        return encode(request.image) if request.start > 0 or request.mask is None else None
+            paint = np.stack(_filled(request.mask, chunk))[..., None] >= WHITE
+            conditions["mask"] = paint[:, rows][:, :, columns].astype("float32")
+            conditions["masked_image_latent"] = self.encode(np.where(paint, np.float32(0), image))
+        return self.encode(image) if request.start > 0 or request.mask is None else None
 
-    def _denoise(self, request, chunk, conditions, image_latent):
+    def _denoise(self, request, chunk, conditions, image_latent, watch):
         seeds = np.array(_filled(request.seeds, chunk), "int32")
         steps = {"scheduler": np.int32(request.sampler), "num_steps": np.int32(request.num_steps)}
         if request.noise is None:
@@ -346,9 +265,12 @@ class Stages(ABC):
                 start=np.int32(request.start),
                 **steps,
             )
+        scales = {"unconditional_guidance_scale": np.float32(request.guidance_scale)}
+        if self.manifest.latent_inputs == "image":
+            scales["image_guidance_scale"] = np.float32(request.image_guidance_scale)
         history = np.zeros((HISTORY, len(chunk), *self.manifest.latent_shape), "float32")
         state = {"latent": state["latent"], "history": history}
-        every = request.callback_every if request.callback is not None else request.calls
+        every = watch.every if watch.callback is not None else request.calls
         for start in range(request.start, request.calls, every):
             stop = min(start + every, request.calls)
             state = self.call(
@@ -358,23 +280,22 @@ class Stages(ABC):
                 **conditions,
                 **steps,
                 seed=seeds,
-                unconditional_guidance_scale=np.float32(request.guidance_scale),
+                **scales,
                 first=np.int32(request.start),
                 start=np.int32(start),
                 stop=np.int32(stop),
             )
-            if request.callback is not None:
+            if watch.callback is not None:
                 done, calls = stop - request.start, request.calls - request.start
-                if request.callback(done, calls, np.asarray(state["latent"])) is False:
+                if watch.callback(done, calls, self.to_host(state["latent"])) is False:
                     break
-        return np.asarray(state["latent"])
+        return self.to_host(state["latent"])
 
 
 def open_export(folder: Path) -> tuple[Manifest, dict[str, ClipTokenizer]]:
     """What a chain reads of an export itself; its models are the replicas' part."""
     manifest = Manifest.read(folder)
-    needed = ("text_encoder", "diffusion_model", "decoder")
-    if missing := [name for name in needed if name not in manifest.components]:
+    if missing := [name for name in NEEDED if name not in manifest.components]:
         raise ExportError(
             f"{folder} holds no {', '.join(missing)}, which a pipeline needs. Export with "
             f"--components={','.join(missing)}."
@@ -402,16 +323,3 @@ class Clock:
 def _filled(values: Sequence, chunk: range) -> list:
     """A chunk of the values; beyond their end the last one again."""
     return [values[min(i, len(values) - 1)] for i in chunk]
-
-
-def image_seeds(seed, count: int) -> list[int]:
-    """The seed of each image: drawn, counted up from one, or as given."""
-    if seed is None:
-        return [int.from_bytes(os.urandom(4), "little") >> 1 for _ in range(count)]
-    seeds = [seed + i for i in range(count)] if isinstance(seed, int | np.integer) else list(seed)
-    if len(seeds) != count:
-        raise ValueError(f"One seed, or one for each of {count} prompts. Received: {len(seeds)}")
-    for value in seeds:
-        if value != int(value) or not -(2**31) <= value < 2**31:
-            raise ValueError(f"A seed is a whole number of 32 bits. Received: {value!r}")
-    return [int(value) for value in seeds]

@@ -148,7 +148,7 @@ def kind() -> str:
         "format": FORMAT,
         "build": tf.version.GIT_VERSION,
         "flags": [os.environ.get(name, "").split() for name in ("XLA_FLAGS", FLAGS)],
-        "cpu": _cpu(),
+        "cpu": processor(),
         "gpus": [str(tf.config.experimental.get_device_details(gpu)) for gpu in gpus],
     }
     digest = hashlib.sha256(json.dumps(details).encode()).hexdigest()
@@ -177,7 +177,8 @@ def _point_xla(folder: Path) -> bool:
     return bool(kept)
 
 
-def _cpu() -> list[str]:
+def processor() -> list[str]:
+    """What compiled code for a CPU depends on."""
     if not CPUINFO.is_file():
         return [platform.processor(), platform.node()]
     first, _, _ = CPUINFO.read_text(encoding="utf-8").partition("\n\n")

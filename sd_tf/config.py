@@ -220,7 +220,7 @@ class PipelineConfig:
         if self.latent_inputs == "mask_and_image":
             return "inpaint"
         if self.latent_inputs == "image":
-            return "instruct-pix2pix"
+            return "instruct-pix2pix" if self.unet.added is None else "sdxl-instruct-pix2pix"
         if self.unet.added is not None:
             return "sdxl-base" if self.text_encoder is not None else "sdxl-refiner"
         if self.schedule.prediction == "v_prediction":
@@ -314,6 +314,7 @@ FAMILIES = {
         SDXL_BASE, text_encoder=None, unet=SDXL_REFINER_UNET, zero_empty_negative=False
     ),
     "instruct-pix2pix": replace(SD1, unet=replace(SD1_UNET, in_channels=8)),
+    "sdxl-instruct-pix2pix": replace(SDXL_BASE, unet=replace(SDXL_UNET, in_channels=8)),
     "inpaint": replace(SD1, unet=replace(SD1_UNET, in_channels=9)),
 }
 

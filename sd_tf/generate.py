@@ -1,4 +1,4 @@
-"""`python -m sd_tf.generate "a prompt" --export_dir …`: PNG files that say how they were made."""
+"""`python -m sd_tf.generate "a prompt"`: PNG files that say how they were made."""
 
 import argparse
 import io
@@ -17,12 +17,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from sd_tf.chain import DEFAULT_GUIDANCE, DEFAULT_STEPS, Chain
+from sd_tf.chain import Chain
 from sd_tf.config import ConfigError
 from sd_tf.manifest import ExportError, Manifest
+from sd_tf.pictures import PictureError, open_picture
+from sd_tf.request import DEFAULT_GUIDANCE, DEFAULT_STEPS
 
 METADATA = "sd_tf"
-REPEATED = ("prompt", "negative_prompt", "num_steps", "guidance_scale", "seed", "scheduler")
+REPEATED = (
+    *("prompt", "negative_prompt", "num_steps", "guidance_scale", "image_guidance_scale"),
+    *("strength", "seed", "scheduler"),
+)
 CONTACT_SHEET = "contact_sheet.png"
 MARGIN = 8
 
@@ -42,6 +47,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description="Make pictures with an export; each PNG holds its own parameters.",
     )
     add_arguments(parser)
+    parser.add_argument(
+        "--export_dir",
+        help="what serialize_savedmodels.py wrote (default: the embedded checkpoint's, made on "
+        "first use)",
+    )
     parser.add_argument("--compile_cache", help="folder where compiled code is kept")
     options = parser.parse_args(argv)
     if message := misused(options):
@@ -52,7 +62,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to draw and where to put it, wherever the models run."""
     parser.add_argument("prompt", nargs="*", help="one picture for each prompt (times --count)")
-    parser.add_argument("--export_dir", required=True, help="what serialize_savedmodels.py wrote")
     parser.add_argument("--out", default="out", help="folder for the pictures (default: out)")
     parser.add_argument("--negative_prompt")
     parser.add_argument("--num_steps", type=int)
@@ -60,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="of the first picture; the next ones count up")
     parser.add_argument("--scheduler")
     parser.add_argument("--count", type=int, default=1, help="pictures for each prompt")
-    parser.add_argument("--image", help="a picture to start from")
+    parser.add_argument("--image", help="a picture to start from, or to edit as the prompt says")
+    parser.add_argument(
+        "--image_guidance_scale", type=float, help="how strongly an edit keeps the picture"
+    )
     parser.add_argument("--mask", help="where to paint (white), for inpainting checkpoints")
     parser.add_argument("--strength", type=float, help="how far to leave the image, above 0 to 1")
     parser.add_argument("--from_png", help="repeat the picture in this file; options override it")
@@ -72,6 +84,8 @@ def misused(options: argparse.Namespace) -> str | None:
         return "give a prompt, or --from_png"
     if options.count < 1:
         return f"--count is at least 1. Received: {options.count}"
+    if options.export_dir is None and options.mask is not None:
+        return "the embedded checkpoint does not paint in a mask: give --export_dir"
     return None
 
 
@@ -81,7 +95,7 @@ class Wanted:
 
     prompts: list[str]
     parameters: dict[str, Any]  # those that a PNG tells about itself
-    pictures: dict[str, Any]  # image, mask, strength
+    pictures: dict[str, Any]  # image, mask
 
 
 def read_wanted(options: argparse.Namespace) -> Wanted:
@@ -100,10 +114,15 @@ def read_wanted(options: argparse.Namespace) -> Wanted:
     pictures = {}
     for name in ("image", "mask"):
         if getattr(options, name) is not None:
-            pictures[name] = Image.open(getattr(options, name))
-    if options.strength is not None:
-        pictures["strength"] = options.strength
+            pictures[name] = _opened(getattr(options, name))
     return Wanted(prompts, parameters, pictures)
+
+
+def _opened(path: str) -> Image.Image:
+    try:
+        return open_picture(path)
+    except PictureError as error:
+        raise ValueError(f"{path}: {error}.") from error
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,14 +131,22 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.pipeline import Pipeline
 
     wanted = read_wanted(options)
+    export_dir = _embedded() if options.export_dir is None else options.export_dir
     pipe = Pipeline.load(
-        options.export_dir,
+        export_dir,
         jit_compile=not options.nojit_compile,
         compile_cache=options.compile_cache,
     )
-    print(f"loaded {options.export_dir} in {pipe.load_seconds:.1f} s", flush=True)
+    print(f"loaded {export_dir} in {pipe.load_seconds:.1f} s", flush=True)
     draw(pipe, wanted, Path(options.out))
     return 0
+
+
+def _embedded() -> Path:
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    from sd_tf.embedded import embedded_export
+
+    return embedded_export("tiny", lambda text: print(text, flush=True))
 
 
 def draw(chain: Chain, wanted: Wanted, folder: Path, progress: bool = True) -> None:

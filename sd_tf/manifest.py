@@ -143,7 +143,7 @@ def describe_files(folder: Path, component: str) -> dict[str, dict[str, Any]]:
     for path in sorted((folder / component).rglob("*")):
         if path.is_file():
             size = path.stat().st_size
-            is_data = ".data-" in path.name and size > LARGE
+            is_data = (".data-" in path.name or path.suffix == ".safetensors") and size > LARGE
             hashed = {} if is_data else {"sha256": file_hash(path)}
             files[str(path.relative_to(folder))] = {"size": size, **hashed}
     return files

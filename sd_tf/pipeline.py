@@ -1,22 +1,19 @@
 """The runtime: an export folder in, pictures out. TensorFlow and the tokenizer, no model code."""
 
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
-from sd_tf.chain import (
-    DEFAULT_GUIDANCE,
-    DEFAULT_STEPS,
-    Callback,
-    Chain,
-    Result,
-    Stages,
-    open_export,
-)
+from sd_tf.chain import NEEDED, Callback, Chain, Result, Stages, open_export
 from sd_tf.compile_cache import publish, set_compile_cache
-from sd_tf.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.manifest import Manifest
+from sd_tf.request import DEFAULT_GUIDANCE, DEFAULT_STEPS
+from sd_tf.saved_model import SavedModel
 
 __all__ = [
     "DEFAULT_GUIDANCE",
@@ -24,7 +21,6 @@ __all__ = [
     "Callback",
     "Pipeline",
     "Result",
-    "load_component",
     "set_compile_cache",
 ]
 
@@ -69,26 +65,26 @@ class Replica(Stages):
     def __init__(self, folder: Path, manifest: Manifest, jit_compile: bool, device: str | None):
         super().__init__(manifest, jit_compile)
         self.device = device
-        # One after the other: XLA's keys hold names that TensorFlow numbers as it loads, and in
-        # another order the compile cache would not be found again.
-        with tf.device(device):
-            self._loaded = {name: load_component(folder, name) for name in manifest.components}
+        self._folder, self._lock = folder, threading.Lock()
+        at_once = [*NEEDED] if manifest.latent_inputs == "none" else [*manifest.components]
+        with ThreadPoolExecutor(len(at_once)) as pool:
+            self.loaded = dict(zip(at_once, pool.map(self._load, at_once), strict=True))
 
-    def call(self, component: str, endpoint: str, **inputs) -> dict[str, tf.Tensor]:
-        function = self._loaded[component].signatures[self.signature(component, endpoint)]
-        with tf.device(self.device):
-            outputs = function(**{key: tf.convert_to_tensor(v) for key, v in inputs.items()})
+    def _load(self, component: str) -> SavedModel:
+        compiled = self.jit_compile and component != "text_encoder"
+        return SavedModel(self._folder, component, optimize=not compiled, device=self.device)
+
+    def component(self, name: str) -> SavedModel:
+        """The image encoder is loaded when a picture comes, and most of the time none does."""
+        with self._lock:
+            if name not in self.loaded:
+                self.loaded[name] = self._load(name)
+        return self.loaded[name]
+
+    def call(self, component: str, endpoint: str, **inputs) -> dict[str, np.ndarray]:
+        outputs = self.component(component).run(self.signature(component, endpoint), inputs)
         publish()
         return outputs
-
-
-def load_component(folder: Path, name: str):
-    """One SavedModel of an export."""
-    path = folder / name / VERSION_FOLDER
-    try:
-        return tf.saved_model.load(str(path))
-    except (tf.errors.OpError, OSError, ValueError) as error:
-        raise ExportError(f"{path} cannot be loaded: {error}. Copy or export it again.") from error
 
 
 def _device(name: str, known: list[str]) -> str:

@@ -2,10 +2,14 @@
 
 import atexit
 import functools
+import io
 import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
+from PIL import Image
 
 from sd_tf.checkpoints import make_random
 from sd_tf.config import FAMILIES, PipelineConfig
@@ -33,6 +37,22 @@ CONFIG = PipelineConfig(
     vae=replace(_SD1.vae, channels=(32, 32, 64, 64), layers_per_block=1, sample_size=128),
     schedule=_SD1.schedule,
 ).check()
+
+
+def check_equal(ours, theirs):
+    """One computation in two runtimes, which add in another order what XLA does not compile."""
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    if ours.dtype == object:  # PNG files
+        ours, theirs = (
+            np.stack([np.asarray(Image.open(io.BytesIO(file))) for file in files.ravel()])
+            for files in (ours, theirs)
+        )
+    if ours.dtype == np.uint8:
+        assert np.abs(ours.astype(int) - theirs).max() <= 1
+    elif np.issubdtype(ours.dtype, np.floating):
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+    else:
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def once(make):

@@ -21,6 +21,7 @@ FAMILIES = (
     "sdxl-base",
     "sdxl-refiner",
     "instruct-pix2pix",
+    "sdxl-instruct-pix2pix",
     "inpaint",
 )
 
@@ -72,6 +73,7 @@ UNETS = {
     "sdxl-base": SDXL_UNET,
     "sdxl-refiner": REFINER_UNET,
     "instruct-pix2pix": {**SD1_UNET, "in_channels": 8},
+    "sdxl-instruct-pix2pix": {**SDXL_UNET, "in_channels": 8},
     "inpaint": {**SD1_UNET, "in_channels": 9},
 }
 VAE = {
@@ -168,7 +170,10 @@ def _random_xl(family, unet, vae):
             **common,
         )
     first = text_config(hidden_size=64, num_attention_heads=1)
-    return diffusers.StableDiffusionXLPipeline(
+    pipeline_class = {
+        "sdxl-instruct-pix2pix": diffusers.StableDiffusionXLInstructPix2PixPipeline
+    }.get(family, diffusers.StableDiffusionXLPipeline)
+    return pipeline_class(
         text_encoder=randomized(CLIPTextModel(first), 3),
         tokenizer=tokenizer(49407),
         **common,

@@ -65,6 +65,21 @@ def test_second_process_compiles_nothing(filled):
     assert "damaged" not in errors
 
 
+def test_another_program_finds_them_too(filled):
+    """XLA's keys hold functions' names, which are the file's, whatever else TensorFlow made."""
+    cache, pictures = filled
+    before = entries(cache)
+    others = """
+import sys, tensorflow as tf
+from sd_tf.compile_cache import set_compile_cache
+set_compile_cache(sys.argv[2])
+for number in range(5):
+    tf.function(lambda x, number=number: x + number)(tf.zeros(()))
+"""
+    assert end(start(others + PICTURES, micro_export(), cache))[0] == pictures
+    assert entries(cache) == before
+
+
 def test_wrong_entries(filled, tmp_path):
     """TensorFlow alone fails on most of them, and dies of wrong machine code."""
     cache, pictures = filled

@@ -39,7 +39,7 @@ def test_named_families(family):
 
 def test_image_inputs():
     kinds = {family: config.latent_inputs for family, config in FAMILIES.items()}
-    assert kinds.pop("instruct-pix2pix") == "image"
+    assert kinds.pop("instruct-pix2pix") == kinds.pop("sdxl-instruct-pix2pix") == "image"
     assert kinds.pop("inpaint") == "mask_and_image"
     assert set(kinds.values()) == {"none"}
 

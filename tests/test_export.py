@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 from sd_tf.export import COMPONENTS, Options, export, verify
-from sd_tf.export.publish import staging
 from sd_tf.manifest import ExportError, Manifest
 from sd_tf.pipeline import Pipeline
+from sd_tf.publish import staging
 from sd_tf.sampling.tables import steps
 from sd_tf.tokenizer import ClipTokenizer
 from sd_tf.weights import open_checkpoint

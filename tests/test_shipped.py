@@ -4,12 +4,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from sd_tf import generate
 from sd_tf.checkpoints import CONFIG, TINY_FOLDER
 from sd_tf.export import Options, export
 from sd_tf.export.verify import psnr
 from sd_tf.pipeline import Pipeline
-from sd_tf.training import evaluate
+from sd_tf.training import evaluate, world
 from sd_tf.weights import open_checkpoint
 
 PROMPTS = 15  # of each of the four groups
@@ -48,6 +50,20 @@ def test_it_is_what_the_recipe_makes():
     assert config.schedule == CONFIG.schedule
     size = sum(path.stat().st_size for path in TINY_FOLDER.rglob("*") if path.is_file())
     assert size <= 25 * 2**20
+
+
+def test_the_bare_command_draws(tmp_path, monkeypatch, capsys):
+    """With no export named, the embedded checkpoint is exported, once."""
+    monkeypatch.chdir(tmp_path)
+    prompt = "a large red star on a black background"
+    for seed in ("1", "2"):
+        flags = ["--num_steps", "20", "--guidance_scale", "4", "--seed", seed]
+        assert generate.main([prompt, *flags]) == 0
+    assert capsys.readouterr().out.count("exporting the embedded checkpoint tiny") == 1
+    for seed in (1, 2):
+        reading = world.read(np.asarray(Image.open(tmp_path / "out" / f"{seed}.png")))
+        assert [(thing.shape, thing.colour) for thing in reading.things] == [("star", "red")]
+        assert reading.background == "black"
 
 
 def test_it_draws_what_it_is_asked_for(pipe, tmp_path):

@@ -137,7 +137,7 @@ def prefixed(prefix, state):
 def original_state(pipeline, family):
     state = prefixed("model.diffusion_model.", unet_to_original(numpy_state(pipeline.unet)))
     state |= prefixed("first_stage_model.", vae_to_original(numpy_state(pipeline.vae)))
-    if family == "sdxl-base":
+    if family in ("sdxl-base", "sdxl-instruct-pix2pix"):
         first, second = map(numpy_state, (pipeline.text_encoder, pipeline.text_encoder_2))
         state |= prefixed("conditioner.embedders.0.transformer.", clip_to_original(first))
         state |= prefixed("conditioner.embedders.1.model.", clip_to_openclip(second))

@@ -146,6 +146,7 @@ def test_config_of_every_family(small_pipelines, family):
         "sd2-v": "ddim",
         "sdxl-base": "euler",
         "sdxl-refiner": "euler",
+        "sdxl-instruct-pix2pix": "euler",
     }.get(family, "pndm")
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from sd_tf.config import FAMILIES, PipelineConfig
-from sd_tf.models import MODEL_CLASSES, deferred_variables
 from sd_tf.tokenizer import ClipTokenizer
 from sd_tf.weights import layout, save_folder
 
 NAME = "tiny"
 TINY_FOLDER = Path(__file__).parent / NAME  # trained by `python -m sd_tf.training tiny`
+EMBEDDED = {NAME: TINY_FOLDER}
 
 _SD1 = FAMILIES["sd1"]
 CONFIG = PipelineConfig(
@@ -39,8 +39,7 @@ def make_random(config: PipelineConfig, folder: Path, dtype: str = "float32") ->
     """A diffusers folder of this architecture; the weights depend on their names alone."""
     models = {}
     for name, part in config.components.items():
-        with deferred_variables():
-            models[name] = MODEL_CLASSES[type(part)](part, dtype=dtype)
+        models[name] = layout.abstract_model(part, dtype)
         for path, slot in layout.slots(models[name]).items():
             seed = zlib.crc32(f"{name}.{path}".encode())
             slot.fill(lambda slot=slot, path=path, seed=seed: _random(path, slot.shape, seed))

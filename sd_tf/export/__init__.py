@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import gc
-import importlib.metadata
 import os
 import shutil
 import time
@@ -12,39 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from sd_tf.components import COMPONENTS
+from sd_tf.components.described import manifest_of
+from sd_tf.components.fixed import Fixed, Geometry, geometry_of, refuse, vae_precision
+from sd_tf.components.text import empty_tokens_of
 from sd_tf.export import modules, verify
-from sd_tf.export.modules import Geometry
-from sd_tf.export.publish import staging
 from sd_tf.manifest import (
     VERSION_FOLDER,
     Component,
     ExportError,
     Manifest,
     describe_files,
-    file_hash,
 )
 from sd_tf.models import lowering
+from sd_tf.publish import staging
+from sd_tf.sampling.packed import pack
 from sd_tf.weights import Checkpoint
 
-COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
-PRECISIONS = ("float32", "bfloat16", "float16")
 VERIFY = ("full", "fast", "off")
 
 Report = Callable[[str, str], None]  # (component, what is being done or was done)
 
 
-@dataclass(frozen=True)
-class Options:
-    batch_size: int = 1
-    height: int | None = None  # None: the size that the model was made for
-    width: int | None = None
-    precision: str = "float32"
-    max_steps: int = 100
-    guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
-    guidance_rescale: float = 0.0
+@dataclass(frozen=True, kw_only=True)
+class Options(Fixed):
     jit_compile_text_encoder: bool = False
     target: str | None = None  # of lowering.TARGETS; None: what this machine computes on
     disabled_rewrites: Sequence[str] = ()
@@ -74,12 +66,20 @@ def export(
             signatures, figures[name], new_calls = _export_one(
                 name, checkpoint, geometry, options, folder, report
             )
-            target, rewrites = _lowering(name, options)
-            components[name] = Component(
-                signatures, target, rewrites.names, describe_files(folder, name)
-            )
+            made_for, rewrites = _lowering(name, options)
+            files = describe_files(folder, name)
+            components[name] = Component(signatures, made_for, rewrites.names, files)
             calls = new_calls or calls
-        manifest = _manifest(checkpoint, geometry, options, components, figures, calls)
+        manifest = manifest_of(
+            checkpoint,
+            geometry,
+            options,
+            components,
+            calls,
+            compiler="tensorflow",
+            jit_compiled_text_encoder=options.jit_compile_text_encoder,
+            verification=figures,
+        )
         if previous is not None:
             manifest = _with_kept(manifest, previous, kept)
         for encoder, name in manifest.tokenizers.items():
@@ -90,47 +90,17 @@ def export(
 
 def check(checkpoint: Checkpoint, options: Options) -> Geometry:
     """Options against the checkpoint; everything that can be wrong is found before any work."""
-    config = checkpoint.config
-
-    def refuse(rule, received):
-        raise ExportError(f"{rule} Received: {received}")
-
     if unknown := [name for name in options.components if name not in COMPONENTS]:
         refuse(f"Components are {', '.join(COMPONENTS)}.", ", ".join(unknown))
     if not options.components:
         refuse(f"At least one component of {', '.join(COMPONENTS)} is exported.", "none")
-    if options.precision not in PRECISIONS:
-        refuse(f"The precision is one of {', '.join(PRECISIONS)}.", options.precision)
     if options.verify not in VERIFY:
         refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
-    if options.batch_size < 1:
-        refuse("The batch size is at least 1.", options.batch_size)
-    if not 1 <= options.max_steps <= config.schedule.num_train_timesteps:
-        refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", options.max_steps)
-    if not 0.0 <= options.guidance_rescale <= 1.0:
-        refuse("The guidance rescale factor is between 0 and 1.", options.guidance_rescale)
-    if options.guidance not in ("classifier_free", "none"):
-        refuse("Guidance is classifier_free or none.", options.guidance)
     if options.target not in (None, *lowering.TARGETS):
         refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
     if unknown := [name for name in options.disabled_rewrites if name not in lowering.NAMES]:
         refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
-    scale = config.vae.downscale
-    height = config.default_size if options.height is None else options.height
-    width = config.default_size if options.width is None else options.width
-    for name, size in (("height", height), ("width", width)):
-        if size < scale or size % scale:
-            refuse(f"The {name} is a positive multiple of {scale}.", size)
-    latent_shape = (height // scale, width // scale, config.vae.latent_channels)
-    return Geometry(
-        options.batch_size,
-        height,
-        width,
-        latent_shape,
-        options.max_steps,
-        options.guidance,
-        options.guidance_rescale,
-    )
+    return geometry_of(checkpoint.config, options)
 
 
 def _export_one(name, checkpoint, geometry, options, folder, report):
@@ -154,7 +124,9 @@ def _export_one(name, checkpoint, geometry, options, folder, report):
     except tf.errors.ResourceExhaustedError as error:  # TensorFlow's word for a full disk
         raise OSError(errno.ENOSPC, error.message) from error
     signatures = tuple(sorted(module.endpoints))
-    calls = module.tables.calls_by_sampler() if name == "diffusion_model" else None
+    calls = None
+    if name == "diffusion_model":
+        calls = pack(checkpoint.config.schedule, geometry.max_steps).calls_by_sampler()
     del module, reference_of
     keras.backend.clear_session()
     gc.collect()
@@ -190,8 +162,7 @@ def _build(name, checkpoint, geometry, options):
     _, rewrites = _lowering(name, options)
     if name == "text_encoder":
         models = [checkpoint.build(part, options.precision) for part in config.text_encoders]
-        empty = np.stack([checkpoint.tokenizer(part)("") for part in config.text_encoders], axis=1)
-        empty = empty if len(models) > 1 else empty[:, 0]
+        empty = empty_tokens_of(checkpoint)
         module = modules.TextEncoder(
             models, empty, config, geometry.batch_size, options.jit_compile_text_encoder
         )
@@ -199,9 +170,7 @@ def _build(name, checkpoint, geometry, options):
         unet = checkpoint.build("unet", options.precision)
         module = modules.DiffusionModel(unet, config, geometry, rewrites)
     else:
-        # SDXL's decoder overflows in float16; bfloat16 has the range.
-        upcast = config.vae.force_upcast and options.precision == "float16"
-        vae = checkpoint.build("vae", "float32" if upcast else options.precision)
+        vae = checkpoint.build("vae", vae_precision(config, options.precision))
         if name == "decoder":
             module = modules.Decoder(vae, config, geometry, rewrites)
         else:
@@ -241,43 +210,3 @@ def _with_kept(manifest: Manifest, previous: Manifest, kept: list[str]) -> Manif
             )
     owned = [field for name in kept for field in OWNED.get(name, ())]
     return dataclasses.replace(manifest, **{field: getattr(previous, field) for field in owned})
-
-
-def _manifest(checkpoint, geometry, options, components, figures, calls) -> Manifest:
-    config = checkpoint.config
-    added = config.unet.added
-    return Manifest(
-        family=config.family,
-        batch_size=geometry.batch_size,
-        height=geometry.height,
-        width=geometry.width,
-        latent_shape=geometry.latent_shape,
-        precision=options.precision,
-        max_steps=geometry.max_steps,
-        calls=calls,
-        default_sampler=config.schedule.sampler,
-        guidance=geometry.guidance,
-        guidance_rescale=geometry.guidance_rescale,
-        prediction=config.schedule.prediction,
-        latent_inputs=config.latent_inputs,
-        time_ids=0 if added is None else added.num_time_ids,
-        zero_empty_negative=config.zero_empty_negative,
-        scaling_factor=config.vae.scaling_factor,
-        jit_compiled_text_encoder=options.jit_compile_text_encoder,
-        tokenizers={
-            name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
-        },
-        components={name: components[name] for name in COMPONENTS if name in components},
-        checkpoint={
-            "source": checkpoint.source,
-            "format": checkpoint.format,
-            "sha256": {
-                name: {path.name: file_hash(path) for path in checkpoint.files(name)}
-                for name in config.components
-            },
-        },
-        verification=figures,
-        versions={
-            name: importlib.metadata.version(name) for name in ("sd_tf", "tensorflow", "keras")
-        },
-    )

@@ -1,36 +1,21 @@
-"""The SavedModels' contents: one `tf.Module` per component, its endpoints and their signatures.
+"""The SavedModels' contents: one `tf.Module` per component, with the component's signatures.
 
 Every endpoint exists compiled by XLA and, under `plain_`, not compiled, on the same variables. The
 compiled ones are traced with the target's rewrites, the plain ones as the models are written.
 """
 
-import math
-from dataclasses import dataclass
-
-import numpy as np
 import tensorflow as tf
 
-from sd_tf.config import SAMPLERS, ConfigError, PipelineConfig, ScheduleConfig
-from sd_tf.manifest import ExportError
+from sd_tf.components import Endpoint, Spec
+from sd_tf.components.diffusion import default_sampler, diffusion_model
+from sd_tf.components.fixed import Geometry
+from sd_tf.components.pictures import decoder, image_encoder
+from sd_tf.components.text import text_encoder
+from sd_tf.config import SAMPLERS, PipelineConfig
 from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
-from sd_tf.sampling import noise
-from sd_tf.sampling.loop import denoise, empty_history, guide
-from sd_tf.sampling.tables import HISTORY, steps
+from sd_tf.sampling.packed import pack
 
 PLAIN = "plain_"
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What is fixed at export."""
-
-    batch_size: int
-    height: int
-    width: int
-    latent_shape: tuple[int, int, int]
-    max_steps: int
-    guidance: str = "classifier_free"
-    guidance_rescale: float = 0.0
 
 
 class Component(tf.Module):
@@ -52,27 +37,27 @@ class Component(tf.Module):
 
         return tf.function(rewritten, jit_compile=True, autograph=False)
 
-    def endpoint(self, name, function, specs, jit=True, check=None):
-        """`check` runs before the compiled part: XLA drops assertions."""
+    def declare(self, endpoints: dict[str, Endpoint], check=None) -> None:
+        """`check` sees inputs that count steps, before the compiled part: XLA drops assertions."""
+        for name, endpoint in endpoints.items():
+            function = endpoint.function
+            self.eager[name] = function
+            checked = check if "num_steps" in endpoint.inputs else None
+            plain = tf.function(function, autograph=False)
+            if endpoint.compiled:
+                self._sign(name, self.compiled(function), endpoint.inputs, checked)
+                self._sign(PLAIN + name, plain, endpoint.inputs, checked)
+            else:
+                self._sign(name, plain, endpoint.inputs, checked)
 
-        def declare(name, body):
-            def call(**inputs):
-                with tf.control_dependencies(check(**inputs) if check is not None else []):
-                    inputs = {key: tf.identity(value) for key, value in inputs.items()}
-                return body(**inputs)
+    def _sign(self, name, body, inputs: dict[str, Spec], check):
+        def call(**inputs):
+            with tf.control_dependencies(check(**inputs) if check is not None else []):
+                inputs = {key: tf.identity(value) for key, value in inputs.items()}
+            return body(**inputs)
 
-            specs_by_name = {key: tf.TensorSpec(s.shape, s.dtype, key) for key, s in specs.items()}
-            self.endpoints[name] = tf.function(call, autograph=False).get_concrete_function(
-                **specs_by_name
-            )
-
-        self.eager[name] = function
-        plain = tf.function(function, autograph=False)
-        if jit:
-            declare(name, self.compiled(function))
-            declare(PLAIN + name, plain)
-        else:
-            declare(name, plain)
+        specs = {key: tf.TensorSpec(s.shape, s.dtype, key) for key, s in inputs.items()}
+        self.endpoints[name] = tf.function(call, autograph=False).get_concrete_function(**specs)
 
 
 def traced_once(function):
@@ -86,187 +71,35 @@ def traced_once(function):
     return call
 
 
-def spec(*shape, dtype="float32"):
-    return tf.TensorSpec(shape, dtype)
-
-
 class TextEncoder(Component):
-    """tokens (N, 77) or SDXL's (N, 2, 77), N = 1 or B → both contexts (B, 77, D)."""
-
     def __init__(self, encoders, empty_tokens, config: PipelineConfig, batch_size, jit):
         super().__init__(encoders)
-        several = len(encoders) > 1
-        length = empty_tokens.shape[-1]
-        shape = (None, len(encoders), length) if several else (None, length)
-        negative = None if config.zero_empty_negative else tf.constant(empty_tokens)
-
-        def encode(tokens):
-            per_encoder = tf.unstack(tokens, axis=1) if several else [tokens]
-            outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
-            result = {"context": tf.concat([o["context"] for o in outputs], axis=-1)}
-            pooled = [o["pooled"] for o in outputs if "pooled" in o]
-            if pooled:
-                result["pooled"] = pooled[0]
-            return {key: tf.cast(value, "float32") for key, value in result.items()}
-
-        def to_batch(x):
-            return tf.broadcast_to(x, (batch_size, *x.shape[1:]))
-
-        def named(conditional, unconditional):
-            outputs = {}
-            for key, value in conditional.items():
-                outputs[key] = to_batch(value)
-                outputs[f"unconditional_{key}"] = to_batch(unconditional[key])
-            return outputs
-
-        def with_default(tokens):
-            positive = encode(tokens)
-            if negative is None:
-                return named(positive, {key: tf.zeros_like(x) for key, x in positive.items()})
-            return named(positive, encode(negative))
-
-        def with_negative(tokens, negative_tokens):
-            return named(encode(tokens), encode(negative_tokens))
-
-        ids = spec(*shape, dtype="int32")
-        self.endpoint("serving_default", with_default, {"tokens": ids}, jit)
-        self.endpoint("encode", with_negative, {"tokens": ids, "negative_tokens": ids}, jit)
+        endpoints = text_encoder(encoders, empty_tokens, config, batch_size)
+        self.declare({k: Endpoint(e.function, e.inputs, jit) for k, e in endpoints.items()})
 
 
 class SamplerTables(tf.Module):
-    """All samplers and step counts in a few arrays, rows of one run behind one another."""
+    """`sampling.packed.Packed` in TensorFlow; what is large is saved as variables."""
 
-    def __init__(self, schedule: ScheduleConfig, max_steps: int):
+    def __init__(self, schedule, max_steps: int):
         super().__init__()
-        rows, starts, calls, scales, signals, sigmas = [], [], [], [], [], []
-        offset = 0
-        for sampler in SAMPLERS:
-            for count in range(1, max_steps + 1):
-                starts.append(offset)
-                try:
-                    run = steps(schedule, sampler, count)
-                except ConfigError:  # not every sampler has every step count
-                    calls.append(0)
-                    scales.append(1.0)
-                    continue
-                calls.append(run.calls)
-                scales.append(run.initial_scale)
-                rows.append(run.rows)
-                signals.append(run.signal)
-                sigmas.append(run.sigma)
-                offset += run.calls
-        shape = (len(SAMPLERS), max_steps)
-
-        def variable(values, name):
-            return tf.Variable(values, trainable=False, name=name)
-
-        self.rows = variable(np.concatenate(rows).astype("float32"), "rows")
-        self.starts = tf.constant(np.reshape(starts, shape), "int32")
-        self.calls = tf.constant(np.reshape(calls, shape), "int32")
-        self.scales = tf.constant(np.reshape(scales, shape), "float32")
-        self.signals = variable(np.concatenate(signals).astype("float32"), "signals")
-        self.sigmas = variable(np.concatenate(sigmas).astype("float32"), "sigmas")
-
-    def calls_by_sampler(self) -> dict[str, list[int]]:
-        return dict(zip(SAMPLERS, self.calls.numpy().tolist(), strict=True))
+        packed = pack(schedule, max_steps)
+        self.rows = tf.Variable(packed.rows, trainable=False, name="rows")
+        self.starts = tf.constant(packed.starts)
+        self.calls = tf.constant(packed.calls)
+        self.scales = tf.constant(packed.scales)
+        self.signals = tf.Variable(packed.signals, trainable=False, name="signals")
+        self.sigmas = tf.Variable(packed.sigmas, trainable=False, name="sigmas")
 
 
 class DiffusionModel(Component):
-    """The whole loop. See the endpoints at the end for what each takes and gives."""
-
     def __init__(self, unet, config: PipelineConfig, geometry: Geometry, rewrites: Rewrites):
         super().__init__([unet], rewrites)
         self.tables = tables = SamplerTables(config.schedule, geometry.max_steps)
-        batch, latent_shape = geometry.batch_size, geometry.latent_shape
-        default_sampler = tf.constant(list(SAMPLERS).index(config.schedule.sampler))
-        default_seeds = tf.range(batch)
-        guided = geometry.guidance == "classifier_free"
-        latents = spec(batch, *latent_shape)
-        history = spec(HISTORY, batch, *latent_shape)
-        scalar, seeds = spec(dtype="int32"), spec(batch, dtype="int32")
 
-        conditions = condition_specs(config, batch, latent_shape)
-        call = {**conditions, "num_steps": scalar, "unconditional_guidance_scale": spec()}
-        chosen = {**call, "scheduler": scalar}
-
-        def predict(conditions, scale):
-            both = {key: _both_halves(conditions, key, guided) for key in MODEL_INPUTS}
-            both = {key: value for key, value in both.items() if value is not None}
-            beside = [conditions[key] for key in LATENT_INPUTS if key in conditions]
-            if config.unet.guidance_embed_dim is not None:
-                embedded = embed_guidance(scale, config.unet.guidance_embed_dim)
-                both["guidance"] = tf.tile(embedded[None], (batch, 1))
-
-            def output(x, timestep):
-                x = tf.concat([x, *beside], axis=-1)
-                x = tf.concat([x, x], axis=0) if guided else x
-                timesteps = tf.fill([x.shape[0]], timestep)
-                result = tf.cast(unet(x, timesteps, **both), "float32")
-                if not guided:
-                    return result
-                return guide(*tf.split(result, 2), scale, geometry.guidance_rescale)
-
-            return output
-
-        def place(scheduler, num_steps):
-            return tf.stack([scheduler, num_steps - 1])
-
-        @traced_once
-        def run(x, past, first, start, stop, seeds, scheduler, num_steps, scale, conditions):
-            offset = tf.gather_nd(tables.starts, place(scheduler, num_steps))
-
-            def rows(i, variant):
-                return tf.gather(tf.gather(tables.rows, offset + i), variant)
-
-            stop = tf.minimum(stop, tf.gather_nd(tables.calls, place(scheduler, num_steps)))
-            return denoise(predict(conditions, scale), rows, x, past, first, start, stop, seeds)
-
-        def initial_scale(scheduler, num_steps):
-            return tf.gather_nd(tables.scales, place(scheduler, num_steps))
-
-        def split(inputs):
-            given = {key: inputs.pop(key) for key in conditions}
-            scale = inputs.pop("unconditional_guidance_scale")
-            return (
-                given,
-                scale,
-                inputs.pop("num_steps"),
-                inputs.pop("scheduler", default_sampler),
-            )
-
-        def whole_run(unit_noise, seeds, inputs):
-            given, scale, num_steps, scheduler = split(inputs)
-            x = unit_noise * initial_scale(scheduler, num_steps)
-            stop = tf.gather_nd(tables.calls, place(scheduler, num_steps))
-            past, zero = empty_history(x), tf.constant(0)
-            x, _ = run(x, past, zero, zero, stop, seeds, scheduler, num_steps, scale, given)
-            return {"latent": x}
-
-        def from_noise(noise, **inputs):
-            return whole_run(noise, default_seeds, inputs)
-
-        def seeded(seed, **inputs):
-            return whole_run(noise.normal(seed, noise.INITIAL, latent_shape), seed, inputs)
-
-        def default(**inputs):
-            return seeded(default_seeds, **inputs)
-
-        def segment(latent, history, first, start, stop, seed, **inputs):
-            given, scale, num_steps, scheduler = split(inputs)
-            x, past = run(
-                latent, history, first, start, stop, seed, scheduler, num_steps, scale, given
-            )
-            return {"latent": x, "history": past}
-
-        def begin(noise, scheduler, num_steps):
-            return {"latent": noise * initial_scale(scheduler, num_steps)}
-
-        def begin_image(noise, image_latent, start, scheduler, num_steps):
-            row = tf.gather_nd(tables.starts, place(scheduler, num_steps)) + start
-            signal, sigma = tf.gather(tables.signals, row), tf.gather(tables.sigmas, row)
-            return {"latent": signal * image_latent + sigma * noise}
-
-        def check(num_steps, scheduler=default_sampler, first=0, start=0, **_):
+        def check(num_steps, scheduler=None, first=0, start=0, **_):
+            if scheduler is None:
+                scheduler = tf.constant(default_sampler(config))
             count = len(SAMPLERS)
             valid = [
                 tf.debugging.assert_less(
@@ -281,7 +114,7 @@ class DiffusionModel(Component):
                 ),
             ]
             with tf.control_dependencies(valid):
-                calls = tf.gather_nd(tables.calls, place(scheduler, num_steps))
+                calls = tf.gather_nd(tables.calls, tf.stack([scheduler, num_steps - 1]))
             return [
                 *valid,
                 tf.debugging.assert_positive(calls, "this scheduler has no such num_steps"),
@@ -292,66 +125,7 @@ class DiffusionModel(Component):
                 ),
             ]
 
-        steps_of = {"scheduler": scalar, "num_steps": scalar}
-        self.endpoint("serving_default", default, call, check=check)
-        self.endpoint("seeded", seeded, {**chosen, "seed": seeds}, check=check)
-        self.endpoint("from_noise", from_noise, {**chosen, "noise": latents}, check=check)
-        state = {"latent": latents, "history": history}
-        bounds = {"first": scalar, "start": scalar, "stop": scalar}
-        self.endpoint("segment", segment, {**chosen, **state, **bounds, "seed": seeds}, check=check)
-        # A segment's start, from unit noise or from a picture: a few multiplications each.
-        self.endpoint(
-            "noise",
-            lambda seed: {"noise": noise.normal(seed, noise.INITIAL, latent_shape)},
-            {"seed": seeds},
-            jit=False,
-        )
-        self.endpoint("begin", begin, {"noise": latents, **steps_of}, jit=False, check=check)
-        image = {"noise": latents, "image_latent": latents, "start": scalar, **steps_of}
-        self.endpoint("begin_image", begin_image, image, jit=False, check=check)
-
-
-# Inputs of the loop that go to the UNet for both halves, by the UNet's names.
-MODEL_INPUTS = ("context", "pooled", "time_ids")
-# Inputs that are concatenated to the noisy latents, in the checkpoint's order of channels.
-LATENT_INPUTS = ("mask", "masked_image_latent")
-
-
-def condition_specs(config: PipelineConfig, batch, latent_shape):
-    """What conditions the loop, beside steps and guidance: names and shapes by family."""
-    context = spec(batch, 77, config.unet.context_dim)
-    result = {"context": context, "unconditional_context": context}
-    if config.unet.added is not None:
-        pooled = spec(batch, config.unet.added.pooled_dim)
-        ids = spec(batch, config.unet.added.num_time_ids)
-        result |= {"pooled": pooled, "unconditional_pooled": pooled}
-        result |= {"time_ids": ids, "unconditional_time_ids": ids}
-    if config.latent_inputs == "mask_and_image":
-        result["mask"] = spec(batch, *latent_shape[:2], 1)
-        result["masked_image_latent"] = spec(batch, *latent_shape)
-    elif config.latent_inputs != "none":
-        raise ExportError(
-            f"Exporting a UNet with {config.unet.in_channels} input channels "
-            f"({config.family}) is not supported yet."
-        )
-    return result
-
-
-def _both_halves(conditions, key, guided):
-    """[negative, positive] in one batch; without guidance the positive one alone."""
-    if key not in conditions:
-        return None
-    if not guided:
-        return conditions[key]
-    return tf.concat([conditions[f"unconditional_{key}"], conditions[key]], axis=0)
-
-
-def embed_guidance(scale, width):
-    """LCM's embedding of w = guidance scale - 1 (width,): sines, then cosines."""
-    half = width // 2
-    frequencies = tf.exp(tf.range(half, dtype="float32") * (-math.log(10000.0) / (half - 1)))
-    angles = 1000.0 * (scale - 1.0) * frequencies
-    return tf.concat([tf.sin(angles), tf.cos(angles)], axis=0)
+        self.declare(diffusion_model(unet, tables, config, geometry, traced_once), check)
 
 
 def _present(*layers):
@@ -360,43 +134,28 @@ def _present(*layers):
 
 
 class Decoder(Component):
-    """latent (B, h, w, 4), scaled → pictures, as numbers or as PNG files."""
+    """Pictures as numbers, or as PNG files."""
 
     def __init__(self, vae, config: PipelineConfig, geometry: Geometry, rewrites: Rewrites):
         super().__init__(_present(vae.post_quant_conv, vae.decoder), rewrites)
-        latent = {"latent": spec(geometry.batch_size, *geometry.latent_shape)}
-        model = traced_once(vae.decode)
-
-        def decode(latent):
-            images = tf.cast(model(latent / config.vae.scaling_factor), "float32")
-            images = tf.round(255.0 * tf.clip_by_value(images / 2.0 + 0.5, 0.0, 1.0))
-            return {"generated_images": tf.cast(images, "uint8")}
+        endpoints = decoder(vae, config, geometry, traced_once)
+        self.declare(endpoints)
 
         def encode_png(images):
             encoded = [tf.io.encode_png(image) for image in tf.unstack(images)]
             return {"image_bytes": tf.stack(encoded)}
 
-        self.endpoint("serving_default", decode, latent)
-        png = {"png": self.compiled(decode), f"{PLAIN}png": decode}
+        decode = endpoints["serving_default"]
+        png = {"png": self.compiled(decode.function), f"{PLAIN}png": decode.function}
         for name, run in png.items():
-            self.endpoint(
-                name,
-                lambda latent, run=run: encode_png(run(latent=latent)["generated_images"]),
-                latent,
-                jit=False,
-            )
+
+            def as_png(latent, run=run):
+                return encode_png(run(latent=latent)["generated_images"])
+
+            self.declare({name: Endpoint(as_png, decode.inputs, compiled=False)})
 
 
 class ImageEncoder(Component):
-    """images (B, H, W, 3) in [-1, 1] → the posterior's mode, not scaled, and its deviation."""
-
     def __init__(self, vae, geometry: Geometry, rewrites: Rewrites):
         super().__init__(_present(vae.encoder, vae.quant_conv), rewrites)
-        batch, height, width = geometry.batch_size, geometry.height, geometry.width
-        model = traced_once(vae.encode)
-
-        def encode(images):
-            mean, log_variance = (tf.cast(x, "float32") for x in model(images))
-            return {"latent": mean, "standard_deviation": tf.exp(0.5 * log_variance)}
-
-        self.endpoint("serving_default", encode, {"images": spec(batch, height, width, 3)})
+        self.declare(image_encoder(vae, geometry, traced_once))

@@ -29,6 +29,7 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], component: str, level: str) -
         "num_steps": np.int32(STEPS[level]),
         "scheduler": np.int32(0),
         "unconditional_guidance_scale": np.float32(7.5),
+        "image_guidance_scale": np.float32(1.5),
     }
     inputs = {}
     for name, spec in specs.items():

@@ -40,7 +40,8 @@ NAMES = tuple(field.name for field in fields(Rewrites))
 TARGETS = {
     "cpu": Rewrites(winograd=True, upsample_phases=True, small_maps=True, query_blocks=True),
     "gpu": Rewrites(fused_attention=True),
-    "tpu": Rewrites(fused_attention=True),
+    # Keras 3.15's fused attention takes a causal mask on a TPU where none is given.
+    "tpu": AS_WRITTEN,
 }
 
 _rewrites = ContextVar("rewrites", default=AS_WRITTEN)

@@ -22,6 +22,11 @@ def guide(unconditional, conditional, scale, rescale=0.0):
     return guided * (rescale * ratio + (1.0 - rescale))
 
 
+def guide_edit(full, image_only, neither, scale, image_scale):
+    """InstructPix2Pix's two guidances (Brooks et al. 2022, eq. 3): by the text, by the picture."""
+    return neither + scale * (full - image_only) + image_scale * (image_only - neither)
+
+
 def _std(x, axes):
     """Unbiased, as in diffusers."""
     count = 1

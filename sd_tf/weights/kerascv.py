@@ -5,7 +5,7 @@ kernels already have Keras' layout.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,33 @@ RELEASES = {
 VAE_FILES = {"encoder": "vae_encoder.h5", "decoder": "kcv_decoder.h5"}
 
 
+@dataclass(frozen=True)
+class Place:
+    """A variable of KerasCV's, and the axes that turn its layout into the stored one."""
+
+    variable: keras.Variable
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.variable.shape[axis] for axis in self.axes)
+
+    def tensor(self) -> StoredTensor:
+        return StoredTensor(self.shape, self.variable.dtype, self._take)
+
+    def _take(self) -> np.ndarray:
+        """The values; the variable gives up its storage, so that no two models are ever held."""
+        value = np.transpose(np.asarray(self.variable), self.axes)
+        self.variable._value = None
+        return value
+
+    def fill(self, stored: np.ndarray) -> None:
+        self.variable.assign(np.transpose(stored.reshape(self.shape), np.argsort(self.axes)))
+
+
+Places = Iterator[tuple[str, Place]]  # by the checkpoint's names
+
+
 def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
     """`kerascv:sd1.4` and `kerascv:sd2.1` are downloaded by KerasCV; `kerascv:FOLDER` is local."""
     name = source.removeprefix(PREFIX)
@@ -57,17 +84,15 @@ def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
 
     def read(component):
         if component == "vae":
-            yield from _vae_arrays(folder, config)
-            return
-        build = partial(classes[component], *sizes[component])
-        model = _loaded(build, folder and folder / files[component])
-        walk = _text_arrays if component == "text_encoder" else _unet_arrays
-        yield from walk(model, config)
+            places = _vae_places(folder, config)
+        else:
+            build = partial(classes[component], *sizes[component])
+            model = _loaded(build, folder and folder / files[component])
+            walk = text_places if component == "text_encoder" else unet_places
+            places = walk(model, config)
+        return {name: place.tensor() for name, place in places}
 
-    readers = {
-        component: partial(lambda component: dict(read(component)), component)
-        for component in config.components
-    }
+    readers = {component: partial(read, component) for component in config.components}
     return Checkpoint(source, f"KerasCV {name}", config, readers)
 
 
@@ -107,7 +132,7 @@ def _layers(model, kind) -> list:
     return [layer for layer in model.layers if type(layer) is kind]
 
 
-def _text_arrays(model, config: PipelineConfig):
+def text_places(model, config: PipelineConfig) -> Places:
     (embedding,) = _layers(model, CLIPEmbedding)
     base = "text_model.embeddings"
     yield from _leaf(f"{base}.token_embedding", embedding.token_embedding)
@@ -124,7 +149,7 @@ def _text_arrays(model, config: PipelineConfig):
     yield from _leaf("text_model.final_layer_norm", norm)
 
 
-def _unet_arrays(model, config: PipelineConfig):
+def unet_places(model, config: PipelineConfig) -> Places:
     unet = config.unet
     last = len(unet.channels) - 1
     resnets, attentions, downs = [], [], []
@@ -176,19 +201,27 @@ def _transformer(base, layer):
     yield from _leaf(f"{base}.ff.net.2", block.dense)
 
 
-def _vae_arrays(folder: Path | None, config: PipelineConfig):
-    levels, resnets = len(config.vae.channels), config.vae.layers_per_block
+def _vae_places(folder: Path | None, config: PipelineConfig) -> Places:
     encoder = _loaded(kcv.ImageEncoder, folder and folder / VAE_FILES["encoder"])
+    yield from encoder_places(encoder, config)
+    decoder = _loaded(partial(kcv.Decoder, 512, 512), folder and folder / VAE_FILES["decoder"])
+    yield from decoder_places(decoder, config)
+
+
+def encoder_places(model, config: PipelineConfig) -> Places:
+    levels, resnets = len(config.vae.channels), config.vae.layers_per_block
     blocks = [f"down_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets)]
     convs = [f"encoder.down_blocks.{i}.downsamplers.0.conv" for i in range(levels - 1)]
     convs = ["encoder.conv_in", *convs, "encoder.conv_out", "quant_conv"]
-    yield from _half_vae("encoder", encoder, [*blocks, *MID_RESNETS], convs)
+    yield from _half_vae("encoder", model, [*blocks, *MID_RESNETS], convs)
 
-    decoder = _loaded(partial(kcv.Decoder, 512, 512), folder and folder / VAE_FILES["decoder"])
-    blocks = [f"up_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets + 1)]
+
+def decoder_places(model, config: PipelineConfig) -> Places:
+    levels, resnets = len(config.vae.channels), config.vae.layers_per_block + 1
+    blocks = [f"up_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets)]
     convs = [f"decoder.up_blocks.{i}.upsamplers.0.conv" for i in range(levels - 1)]
     convs = ["post_quant_conv", "decoder.conv_in", *convs, "decoder.conv_out"]
-    yield from _half_vae("decoder", decoder, [*MID_RESNETS, *blocks], convs)
+    yield from _half_vae("decoder", model, [*MID_RESNETS, *blocks], convs)
 
 
 MID_RESNETS = ("mid_block.resnets.0", "mid_block.resnets.1")
@@ -227,18 +260,10 @@ LEAVES = {
 }
 
 
-def _leaf(base: str, layer) -> Iterator[tuple[str, StoredTensor]]:
+def _leaf(base: str, layer) -> Places:
     for attribute, (name, layouts) in LEAVES.items():
         variable = getattr(layer, attribute, None)
         if variable is None:
             continue
         axes = layouts.get(len(variable.shape), tuple(range(len(variable.shape))))
-        shape = tuple(variable.shape[axis] for axis in axes)
-        yield f"{base}.{name}", StoredTensor(shape, variable.dtype, partial(_take, variable, axes))
-
-
-def _take(variable: keras.Variable, axes: tuple[int, ...]) -> np.ndarray:
-    """The values; the variable gives up its storage, so that no two models are ever held."""
-    value = np.transpose(np.asarray(variable), axes)
-    variable._value = None
-    return value
+        yield f"{base}.{name}", Place(variable, axes)

@@ -45,14 +45,14 @@ class Slot:
         return _without_kernel(shape, self.axes) == _without_kernel(self.shape, self.axes)
 
     def fill(self, read: Callable[[], np.ndarray]) -> None:
-        value = self._arranged(read())
-        value = ops.convert_to_tensor(value, dtype=self.variable.dtype)
+        value = ops.convert_to_tensor(self.arranged(read()), dtype=self.variable.dtype)
         if self.variable._value is None:  # deferred: this is its first storage
             self.variable._initialize(value)
         else:
             self.variable.assign(value)
 
-    def _arranged(self, stored: np.ndarray) -> np.ndarray:
+    def arranged(self, stored: np.ndarray) -> np.ndarray:
+        """As Keras wants it."""
         if self.axes is not None:
             stored = stored.reshape(_without_kernel(stored.shape, self.axes))
             stored = np.transpose(stored, self.axes)
@@ -109,10 +109,10 @@ def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
                 yield from _leaves(child, f"{path}.{child_name}" if path else child_name)
 
 
-def abstract_model(config) -> keras.layers.Layer:
+def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:
     """The model of a component's config, its variables without storage."""
     with deferred_variables():
-        return MODEL_CLASSES[type(config)](config)
+        return MODEL_CLASSES[type(config)](config, dtype=dtype)
 
 
 def problems(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]) -> list[str]:
@@ -133,12 +133,15 @@ def problems(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]) -> 
     return found
 
 
-def load(config, tensors: Mapping[str, StoredTensor], dtype: str, where: str):
-    """Build a component's model and fill it, one tensor at a time."""
-    with deferred_variables():
-        model = MODEL_CLASSES[type(config)](config, dtype=dtype)
+def check(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor], where: str) -> None:
     if found := problems(model, tensors):
         raise CheckpointError(f"{where} does not fit its configuration. " + ". ".join(found))
+
+
+def load(config, tensors: Mapping[str, StoredTensor], dtype: str, where: str):
+    """Build a component's model and fill it, one tensor at a time."""
+    model = abstract_model(config, dtype)
+    check(model, tensors, where)
     for name, slot in slots(model).items():
         slot.fill(tensors[name].read)
     return model

@@ -101,7 +101,7 @@ def detect_family(tensors: Tensors, path: Path) -> tuple[str, ...]:
         )
     in_channels = tensors[probe].shape[1]
     if any(name.startswith(XL_SECOND) for name in tensors):
-        return ("sdxl-base",)
+        return ("sdxl-instruct-pix2pix" if in_channels == 8 else "sdxl-base",)
     if any(name.startswith(f"{XL_FIRST}model.") for name in tensors):
         return ("sdxl-refiner",)
     if any(name.startswith(OPENCLIP) for name in tensors):

@@ -1,0 +1,52 @@
+"""All samplers and step counts in a few arrays, so that which to take is an input of a call."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sd_tf.config import SAMPLERS, ConfigError, ScheduleConfig
+from sd_tf.sampling.tables import steps
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """The rows of all runs behind one another; a run is found by sampler and step count."""
+
+    rows: np.ndarray  # (all calls, VARIANTS, len(COLUMNS))
+    signals: np.ndarray  # (all calls,)
+    sigmas: np.ndarray  # (all calls,)
+    starts: np.ndarray  # (samplers, max_steps): a run's first row
+    calls: np.ndarray  # (samplers, max_steps): its number of rows, 0 where there is no such run
+    scales: np.ndarray  # (samplers, max_steps)
+
+    def calls_by_sampler(self) -> dict[str, list[int]]:
+        return dict(zip(SAMPLERS, self.calls.tolist(), strict=True))
+
+
+def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
+    rows, starts, calls, scales, signals, sigmas = [], [], [], [], [], []
+    offset = 0
+    for sampler in SAMPLERS:
+        for count in range(1, max_steps + 1):
+            starts.append(offset)
+            try:
+                run = steps(schedule, sampler, count)
+            except ConfigError:  # not every sampler has every step count
+                calls.append(0)
+                scales.append(1.0)
+                continue
+            calls.append(run.calls)
+            scales.append(run.initial_scale)
+            rows.append(run.rows)
+            signals.append(run.signal)
+            sigmas.append(run.sigma)
+            offset += run.calls
+    shape = (len(SAMPLERS), max_steps)
+    return Packed(
+        np.concatenate(rows).astype("float32"),
+        np.concatenate(signals).astype("float32"),
+        np.concatenate(sigmas).astype("float32"),
+        np.reshape(starts, shape).astype("int32"),
+        np.reshape(calls, shape).astype("int32"),
+        np.reshape(scales, shape).astype("float32"),
+    )

@@ -1,0 +1,102 @@
+"""A pipeline of ours beside diffusers' own of the same weights: the same call, the same noise."""
+
+import sys
+from dataclasses import dataclass
+
+import diffusers
+import numpy as np
+import torch
+from PIL import Image
+
+from sd_tf.chain import Chain
+from tests import peers
+
+FLOOR = 50.0  # dB
+STEPS, GUIDANCE = 6, 7.5
+PROMPTS = ["a red bicycle against a wall", "two cats in a hat"]
+NEGATIVE = "a blurry photo"
+
+SCHEDULERS = {
+    "ddim": (diffusers.DDIMScheduler, {"clip_sample": False}),
+    "euler": (diffusers.EulerDiscreteScheduler, {}),
+    "euler_ancestral": (diffusers.EulerAncestralDiscreteScheduler, {}),
+    "dpmpp_2m": (diffusers.DPMSolverMultistepScheduler, {"timestep_spacing": "linspace"}),
+    "pndm": (diffusers.PNDMScheduler, {"skip_prk_steps": True}),
+}
+DETERMINISTIC = ["ddim", "euler", "dpmpp_2m", "pndm"]
+
+
+def psnr(one, other):
+    """In dB, of the 255 levels."""
+    assert one.shape == other.shape
+    error = np.mean(np.square(one.astype("float64") - other))
+    return np.inf if error == 0 else 10 * np.log10(255**2 / error)
+
+
+def check_pictures(ours, theirs, floor=FLOOR):
+    assert ours.dtype == np.uint8
+    assert all(picture.std() > 5 for picture in theirs), "flat pictures prove nothing"
+    worst = min(psnr(*pair) for pair in zip(ours, theirs, strict=True))
+    print(f"PSNR {worst:.1f} dB")
+    assert worst >= floor
+
+
+def channels_first(x):
+    return torch.from_numpy(np.moveaxis(x, -1, 1).copy())
+
+
+@dataclass
+class Pair:
+    theirs: diffusers.DiffusionPipeline
+    ours: Chain
+
+    @property
+    def size(self):
+        return {"height": self.ours.manifest.height, "width": self.ours.manifest.width}
+
+    def noise(self, count):
+        """The same for every picture: what differs is what the prompts make of it."""
+        noise = np.random.default_rng(0).standard_normal(self.ours.manifest.latent_shape)
+        return np.stack([noise.astype("float32")] * count)
+
+    def peer(self, sampler, pipeline=None, **arguments):
+        """Pictures of diffusers' pipeline, or of one made of its parts."""
+        pipeline = pipeline or self.theirs
+        make, changes = SCHEDULERS[sampler]
+        changes = {"timestep_spacing": "leading", "set_alpha_to_one": False, **changes}
+        # Constructors warn of what is not theirs; from_config, made for exchanging, does not.
+        pipeline.scheduler = make.from_config({**peers_schedule(self.theirs), **changes})
+        pipeline.set_progress_bar_config(disable=True)
+        arguments = {"guidance_scale": GUIDANCE, "num_inference_steps": STEPS, **arguments}
+        images = pipeline(output_type="np", **arguments).images
+        return (255 * images).round().astype("uint8")
+
+    def picture(self):
+        """A picture to start from: a gradient, a disc and grain."""
+        height, width = self.size.values()
+        y, x = np.mgrid[:height, :width]
+        disc = np.hypot(y - height / 2, x - width / 3) < height / 4
+        planes = [2 * y, 255 * disc, 2 * x] + np.random.default_rng(1).integers(0, 40, (3, 1, 1))
+        return Image.fromarray(np.stack(planes, -1).clip(0, 255).astype("uint8"))
+
+
+def peers_schedule(pipeline):
+    kept = ("prediction_type", "steps_offset", *peers.SCHEDULE)
+    return {key: pipeline.scheduler.config[key] for key in kept if key in pipeline.scheduler.config}
+
+
+def check_text_to_image(pair, sampler, theirs=None, ours=None, **common):
+    """Arguments for both, and those that only one of them knows, or knows by that name."""
+    noise = pair.noise(len(PROMPTS))
+    theirs = {"latents": channels_first(noise), **pair.size, **(theirs or {})}
+    ours = {"noise": noise, "num_steps": STEPS, "scheduler": sampler, **(ours or {})}
+    reference = pair.peer(sampler, prompt=PROMPTS, **theirs, **common)
+    assert psnr(*reference) < 40, "the prompt hardly matters"
+    check_pictures(pair.ours(PROMPTS, **ours, **common).images, reference)
+
+
+def pin_noise(monkeypatch, pipeline, noise):
+    """Have diffusers take the posterior's mode in place of a sample, and this noise."""
+    module = sys.modules[type(pipeline).__module__]
+    monkeypatch.setattr(module, "retrieve_latents", lambda output, **_: output.latent_dist.mode())
+    monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: channels_first(noise))
