@@ -1,0 +1,142 @@
+"""What a TPU slice will hold and roughly take, before it is rented."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from sd_tf.manifest import ExportError
+
+GB = 1e9
+NO_CHIPS = "TPU_SKIP_MDS_QUERY"  # JAX sets it to 1 on a machine without a TPU
+# There libtpu would complain that it finds no name for the machine's TPU, and lock out others.
+COMPILE_ONLY = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A maker's published figures: bfloat16 peak, memory and its bandwidth."""
+
+    flops: float
+    memory_bytes: float
+    bandwidth: float
+
+
+# By the topology's first word; Google Cloud's documentation of each generation.
+CHIPS = {
+    "v5e": Chip(197e12, 16e9, 800e9),
+    "v5p": Chip(459e12, 95e9, 2765e9),
+    "v6e": Chip(918e12, 32e9, 1600e9),
+}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """For one chip of a slice; times are estimates from published peaks."""
+
+    weight_bytes: int
+    temporary_bytes: int  # of the program that wants the most
+    code_bytes: int
+    flops: float  # of one whole call
+    accessed_bytes: float
+    seconds: float
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.weight_bytes + self.temporary_bytes + self.code_bytes
+
+    def fits(self, chip: Chip) -> bool:
+        return self.memory_bytes <= chip.memory_bytes
+
+
+# Program → how often a call runs it, given the model calls of its loop.
+RUNS = {
+    "text_encoder.encode": lambda calls: 1,
+    "diffusion_model.segment": lambda calls: calls,
+    "decoder.serving_default": lambda calls: 1,
+}
+
+
+def outlook(reports: Mapping[str, dict], chip: Chip, calls: int) -> Outlook:
+    """From the compiler's figures, by program. A loop's body counts once in them: × `calls`."""
+    flops = accessed = seconds = 0.0
+    for name, runs in RUNS.items():
+        report = reports[name]
+        flops += runs(calls) * report["flops"]
+        accessed += runs(calls) * report["accessed_bytes"]
+        seconds += runs(calls) * max(
+            report["flops"] / chip.flops, report["accessed_bytes"] / chip.bandwidth
+        )
+    of_component = {name.partition(".")[0]: r["weight_bytes"] for name, r in reports.items()}
+    return Outlook(
+        weight_bytes=sum(of_component.values()),
+        temporary_bytes=max(r["temporary_bytes"] + _inputs(r) for r in reports.values()),
+        code_bytes=sum(r["code_bytes"] for r in reports.values()),
+        flops=flops,
+        accessed_bytes=accessed,
+        seconds=seconds,
+    )
+
+
+def _inputs(report) -> int:
+    return report["argument_bytes"] - report["weight_bytes"] + report["output_bytes"]
+
+
+def chip_of(topology: str) -> Chip:
+    name = topology.partition(":")[0]
+    if name not in CHIPS:
+        raise ExportError(
+            f"A topology is a generation, one of {', '.join(CHIPS)}, and a shape, like v5e:2x2. "
+            f"Received: {topology}"
+        )
+    return CHIPS[name]
+
+
+def slice_devices(topology: str) -> list[jax.Device]:
+    """The devices of a slice that is somewhere else: good for compiling, nothing more."""
+    chip_of(topology)
+    if os.environ.get(NO_CHIPS) == "1":
+        for name, value in COMPILE_ONLY.items():
+            os.environ.setdefault(name, value)
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except Exception as error:  # the plugin raises whatever it likes
+        raise ExportError(
+            f"The topology {topology} cannot be described: {error}. It takes the package libtpu "
+            f"(pip install 'sd_tf[tpu]') and a shape that the generation has, like v5e:2x2."
+        ) from error
+    return list(found.devices)
+
+
+def row(label: str, found: Outlook, chip: Chip, images: int, chips: int) -> list[str]:
+    """As in `HEADINGS`."""
+    return [
+        label,
+        f"{found.weight_bytes / GB:.2f}",
+        f"{found.temporary_bytes / GB:.2f}",
+        f"{found.memory_bytes / GB:.2f} of {chip.memory_bytes / GB:.1f}"
+        + ("" if found.fits(chip) else ", does not fit"),
+        f"{found.flops * chips / images / 1e12:.1f}",
+        f"{found.accessed_bytes * chips / images / GB:.0f}",
+        "–" if math.isnan(found.seconds) else f"{found.seconds:.2f}",
+        "–" if math.isnan(found.seconds) else f"{images / found.seconds:.2f}",
+    ]
+
+
+HEADINGS = (
+    "slice, batch",
+    "weights, GB a chip",
+    "temporaries",
+    "HBM in all",
+    "TFLOP an image",
+    "GB an image",
+    "seconds a call (estimate)",
+    "images/s (estimate)",
+)

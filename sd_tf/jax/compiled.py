@@ -1,0 +1,224 @@
+"""What a compiled pipeline is on disk, and how it comes back: no tracing, no Keras.
+
+OUT/pipeline.json, tokenizer/     as in an export
+OUT/compiled.json                 what it was compiled for, and every program's arguments
+OUT/COMPONENT/weights.safetensors
+OUT/COMPONENT/ENDPOINT.xla        machine code: to be trusted like any program
+OUT/COMPONENT/ENDPOINT.stablehlo  the same before the compiler, for any platform and mesh
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+
+from sd_tf.compile_cache import processor
+from sd_tf.jax.program import Program
+from sd_tf.jax.sharding import DATA, MODEL, of_value, of_weight, place
+from sd_tf.manifest import ExportError
+
+FILE_NAME = "compiled.json"
+FORMAT_VERSION = 1
+WEIGHTS = "weights.safetensors"
+# As `jax.export` names them.
+STABLEHLO_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+logger = logging.getLogger(__name__)
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]  # argument → shape, dtype
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A program's arguments, in the words of `Component.arguments`, and what it gives."""
+
+    weights: Shapes
+    state: Shapes
+    inputs: Shapes
+    outputs: tuple[str, ...]
+    report: dict  # seconds to compile, memory, arithmetic: see `ahead`
+
+    def structs(self):
+        return tuple(
+            {name: jax.ShapeDtypeStruct(tuple(s), d) for name, (s, d) in part.items()}
+            for part in (self.weights, self.state, self.inputs)
+        )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What machine code is good for."""
+
+    platform: str  # cpu | gpu | tpu
+    device_kind: str
+    processor: str  # of a CPU: a digest of what code depends on
+    data: int
+    model: int
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Target":
+        device = mesh.devices.flat[0]
+        return cls(
+            device.platform,
+            device.device_kind,
+            processor_digest() if device.platform == "cpu" else "",
+            mesh.shape[DATA],
+            mesh.shape[MODEL],
+            {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        )
+
+    def differences(self, here: "Target") -> list[str]:
+        pairs = zip(
+            dataclasses.asdict(self).items(), dataclasses.asdict(here).values(), strict=True
+        )
+        return [
+            f"{name} {theirs!r} (here {ours!r})" for (name, theirs), ours in pairs if theirs != ours
+        ]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    target: Target
+    topology: str | None  # of a TPU slice that was compiled for from afar
+    has_weights: bool
+    programs: dict[str, dict[str, Signature]] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        (folder / FILE_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Compiled":
+        path = folder / FILE_NAME
+        if not path.is_file():
+            raise ExportError(
+                f"{folder} was not compiled ahead of time: it has no {FILE_NAME}. Make it with "
+                f"python -m sd_tf.jax compile."
+            )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version = content.pop("format_version")
+            if version != FORMAT_VERSION:
+                raise ExportError(
+                    f"{path} has format version {version}, this release reads {FORMAT_VERSION}. "
+                    f"Compile again."
+                )
+            programs = {
+                component: {name: Signature(**part) for name, part in endpoints.items()}
+                for component, endpoints in content.pop("programs").items()
+            }
+            return cls(Target(**content.pop("target")), programs=programs, **content)
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ExportError(f"{path} cannot be read: {error!r}. Compile again.") from error
+
+
+def load_programs(
+    folder: Path, compiled: Compiled, mesh: Mesh, fallback: bool
+) -> dict[str, dict[str, Program]]:
+    """Machine code where it fits this machine; else, if `fallback`, compiled from StableHLO."""
+    reasons = compiled.target.differences(Target.of(mesh))
+    if reasons:
+        message = f"{folder} was compiled for {', '.join(reasons)}."
+        if not fallback:
+            raise ExportError(f"{message} Compile it here, or load with fallback=True.")
+        logger.warning("%s Its StableHLO is compiled instead.", message)
+    read = _stablehlo if reasons else _machine_code
+    return {
+        component: {
+            endpoint: read(folder / component / endpoint, signature, mesh)
+            for endpoint, signature in endpoints.items()
+        }
+        for component, endpoints in compiled.programs.items()
+    }
+
+
+def _machine_code(path: Path, signature: Signature, mesh: Mesh) -> Program:
+    weights, state, inputs = signature.structs()
+    arguments = jax.tree.structure(((weights, state, inputs), {}))
+    outputs = jax.tree.structure(dict.fromkeys(signature.outputs, 0))
+    file = path.with_suffix(".xla")
+    try:
+        run = serialize_executable.deserialize_and_load(
+            file.read_bytes(), arguments, outputs, execution_devices=list(mesh.devices.flat)
+        )
+    except Exception as error:  # whatever the runtime's own reader throws
+        raise ExportError(f"{file} cannot be loaded: {error}. Compile again.") from error
+    return _program(run, signature, mesh)
+
+
+def _stablehlo(path: Path, signature: Signature, mesh: Mesh) -> Program:
+    file = path.with_suffix(".stablehlo")
+    exported = jax.export.deserialize(bytearray(file.read_bytes()))
+    parts = (of_weights(mesh, signature.weights), *_of_values(mesh, signature))
+    run = jax.jit(exported.call, in_shardings=parts, donate_argnums=1)
+    return _program(run, signature, mesh)
+
+
+def _program(run, signature: Signature, mesh: Mesh) -> Program:
+    return Program(run, *_of_values(mesh, signature))
+
+
+def _of_values(mesh, signature):
+    return tuple(
+        {name: of_value(mesh, name, len(shape)) for name, (shape, _) in part.items()}
+        for part in (signature.state, signature.inputs)
+    )
+
+
+def of_weights(mesh, weights: Shapes):
+    return {name: of_weight(mesh, name, shape) for name, (shape, _) in weights.items()}
+
+
+def load_weights(folder: Path, compiled: Compiled, mesh: Mesh) -> dict[str, dict[str, jax.Array]]:
+    """Component → weights in their places, one tensor at a time."""
+    return {
+        component: _weights_of(folder / component / WEIGHTS, endpoints, mesh)
+        for component, endpoints in compiled.programs.items()
+    }
+
+
+def _weights_of(path: Path, endpoints: dict[str, Signature], mesh: Mesh) -> dict[str, jax.Array]:
+    expected = next(iter(endpoints.values())).weights
+    shardings = of_weights(mesh, expected)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            if set(file.keys()) != expected.keys():
+                raise ExportError(f"{path} does not hold what was compiled. Compile again.")
+            return {name: place(file.get_tensor(name), shardings[name]) for name in expected}
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ExportError(f"{path} cannot be read: {error}. Compile again.") from error
+
+
+def check_weights(endpoints: dict[str, Signature], weights, source: str) -> None:
+    """Whether a checkpoint's weights are of the sizes that a component was compiled for."""
+    expected, given = next(iter(endpoints.values())).weights, shapes_of(weights)
+    for name in sorted(expected.keys() | given.keys()):
+        theirs, ours = (_described(shapes.get(name)) for shapes in (expected, given))
+        if theirs != ours:
+            raise ExportError(
+                f"{source} is of other sizes: {name} was compiled for {theirs}, is {ours}."
+            )
+
+
+def _described(shape_and_dtype) -> str:
+    if shape_and_dtype is None:
+        return "absent"
+    shape, dtype = shape_and_dtype
+    return f"{dtype} {tuple(shape)}"
+
+
+def processor_digest() -> str:
+    return hashlib.sha256(json.dumps(processor()).encode()).hexdigest()[:16]
+
+
+def shapes_of(structs) -> Shapes:
+    return {name: (tuple(x.shape), np.dtype(x.dtype).name) for name, x in structs.items()}

@@ -1,0 +1,86 @@
+"""Where arrays lie on a mesh of devices: pictures over `data`, the UNet's weights over `model`."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sd_tf.manifest import ExportError
+
+DATA, MODEL = "data", "model"
+UNET = "unet."
+
+# A pair of layers works on halves of the channels between them: the first is divided by its
+# outputs, the second by its inputs, so that only the second's sum crosses devices. Everything else
+# is divided by its outputs, to save memory.
+BY_INPUTS = ("to_out.0", "net.2", "conv2")
+
+
+def make_mesh(devices: Sequence[jax.Device] | None = None, model: int = 1) -> Mesh:
+    """All devices (of all hosts), `model` of them to each copy of the UNet."""
+    devices = jax.devices() if devices is None else devices
+    if model < 1 or len(devices) % model:
+        raise ExportError(
+            f"The model axis divides the number of devices, {len(devices)}. Received: {model}"
+        )
+    return Mesh(np.reshape(devices, (-1, model)), (DATA, MODEL))
+
+
+def check_mesh(mesh: Mesh, batch_size: int) -> None:
+    if set(mesh.axis_names) != {DATA, MODEL}:
+        raise ExportError(
+            f"A mesh has the axes {DATA} and {MODEL}; make one with sd_tf.jax.make_mesh. "
+            f"Received: {', '.join(map(str, mesh.axis_names))}"
+        )
+    if batch_size % mesh.shape[DATA]:
+        raise ExportError(
+            f"The batch is divided evenly among {mesh.shape[DATA]} devices. "
+            f"Received: batch_size={batch_size}"
+        )
+
+
+def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
+    """An input or output: its pictures over the data axis."""
+    if rank == 0:
+        return NamedSharding(mesh, PartitionSpec())
+    before = (None,) if name == "history" else ()
+    return NamedSharding(mesh, PartitionSpec(*before, DATA))
+
+
+def of_weight(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
+    """A weight by its checkpoint's name and Keras' shape: inputs before outputs."""
+    parts = mesh.shape[MODEL]
+    if parts == 1 or not name.startswith(UNET) or len(shape) < 2:
+        return NamedSharding(mesh, PartitionSpec())
+    layer = name.rpartition(".")[0]
+    by_inputs = layer.endswith(BY_INPUTS)
+    axis = len(shape) - (2 if by_inputs else 1)
+    if shape[axis] % parts:
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec(*(None,) * axis, MODEL))
+
+
+def bytes_per_device(shardings: Mapping[str, NamedSharding], arrays: Mapping) -> int:
+    """Of arrays, or of their shapes and dtypes, placed like that."""
+    return sum(
+        math.prod(shardings[name].shard_shape(tuple(x.shape))) * np.dtype(x.dtype).itemsize
+        for name, x in arrays.items()
+    )
+
+
+def place(value, sharding: NamedSharding) -> jax.Array:
+    """On every host the same values are given, and each of its devices takes its part."""
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
+    value = np.asarray(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def to_host(value) -> np.ndarray:
+    """All of it, on every host."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    return np.asarray(value)

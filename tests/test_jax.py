@@ -1,0 +1,353 @@
+"""What is JAX's alone: meshes, compiling ahead of time, slices that are somewhere else."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from sd_tf.checkpoints import TINY_FOLDER, make_random
+from sd_tf.components.fixed import Fixed
+from sd_tf.jax import JaxPipeline, compile_pipeline, make_mesh
+from sd_tf.jax.__main__ import main
+from sd_tf.jax.chips import CHIPS, chip_of, outlook, row
+from sd_tf.jax.compiled import FILE_NAME
+from sd_tf.manifest import ExportError
+from sd_tf.weights import Checkpoint, open_checkpoint
+from tests import micro
+from tests.exports import micro_folder, small_folder
+from tests.peer_pipelines import check_pictures, psnr
+
+pytestmark = [pytest.mark.backend, pytest.mark.jax]
+
+PROMPTS = ["a red star", "two cats"]
+FIXED = Fixed(batch_size=2, height=64, width=64, max_steps=8)
+FRESH = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+@pytest.fixture
+def compilations():
+    """Grows with everything that XLA compiles."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return JaxPipeline.from_checkpoint(
+        small_folder(), None, "float32", batch_size=2, height=64, width=64, max_steps=8
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled") / "out"
+    compile_pipeline(open_checkpoint(small_folder()), FIXED, make_mesh(), folder)
+    return folder
+
+
+def run_python(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env={**FRESH, **environment}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# The same pictures as the SavedModels
+
+
+@pytest.mark.parametrize("family", ["tiny", "sdxl-base"])
+def test_equals_the_saved_models(tmp_path, small_pipelines, family):
+    """Exported by TensorFlow in a process of its own."""
+    checkpoint = TINY_FOLDER if family == "tiny" else small_pipelines(family)[1]
+    options = [f"--checkpoint={checkpoint}", f"--output_dir={tmp_path / 'export'}"]
+    options += ["--verify=off", "--max_steps=20", "--batch_size=2", "--height=64", "--width=64"]
+    script = Path(__file__).parent.parent / "serialize_savedmodels.py"
+    run_python(script, *options, KERAS_BACKEND="tensorflow")
+    from sd_tf.pipeline import Pipeline
+
+    prompts = ["a large red star on a dark blue background", "a small yellow heart"]
+    call = {"num_steps": 20, "guidance_scale": 4.0, "seed": 1}
+    size = {"batch_size": 2, "height": 64, "width": 64}
+    theirs = Pipeline.load(tmp_path / "export", jit_compile=False)(prompts, **call).images
+    ours = JaxPipeline.from_checkpoint(checkpoint, None, "float32", **size)
+    check_pictures(ours(prompts, **call).images, theirs)
+    if family == "tiny":
+        half = JaxPipeline.from_checkpoint(checkpoint, **size)
+        assert half.manifest.precision == "bfloat16"
+        check_pictures(half(prompts, **call).images, theirs, floor=25.0)
+
+
+def test_nothing_is_compiled_again(pipe, compilations):
+    first = pipe(PROMPTS, num_steps=4, seed=1).images
+    compilations.clear()
+    others = [
+        {"num_steps": 7},
+        {"guidance_scale": 2.0},
+        {"scheduler": "euler_ancestral"},
+        {"seed": 5},
+        {},
+    ]
+    pictures = [pipe(PROMPTS, **{"num_steps": 4, "seed": 1, **other}).images for other in others]
+    again = pictures.pop()
+    assert np.array_equal(first, again)
+    assert all(psnr(first, other) < 40 for other in pictures)
+    assert psnr(pipe(PROMPTS[::-1], num_steps=4, seed=1).images, first) < 40
+    assert compilations == []
+
+
+# Many devices
+
+
+def test_many_devices(tmp_path):
+    shutil.copytree(small_folder(), tmp_path / "checkpoint")
+    run_python("-m", "tests.jax_many", tmp_path)
+    found = np.load(tmp_path / "pictures.npz")
+    for name in ("data", "model"):
+        difference = np.abs(found[name].astype(int) - found["one"])
+        assert difference.max() <= 1, name
+    assert psnr(found["one"][0], found["one"][7]) < 40  # one prompt, two seeds
+    # Four devices to a copy: nearly a quarter of the weights on each.
+    assert found["data_bytes"] == found["one_bytes"]
+    tables = 20e6 / 25  # max_steps=4: what is not divided
+    assert found["model_bytes"] < 0.35 * found["one_bytes"] + tables
+
+
+def test_several_hosts(tmp_path):
+    shutil.copytree(micro_folder(), tmp_path / "checkpoint")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.jax_many", str(tmp_path), address, "2"]
+    hosts = [subprocess.Popen([*command, str(n)], env=FRESH) for n in range(2)]
+    try:
+        assert [host.wait(timeout=900) for host in hosts] == [0, 0]
+    finally:
+        for host in hosts:
+            host.kill()
+    first, second = (np.load(tmp_path / f"host{n}.npy") for n in range(2))
+    assert first.shape == (8, 64, 64, 3)
+    assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_model_axis_that_does_not_divide(count):
+    with pytest.raises(ExportError, match=rf"divides the number of devices, 1\. Received: {count}"):
+        make_mesh(model=count)
+
+
+def test_a_mesh_of_other_axes():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    with pytest.raises(ExportError, match=r"axes data and model; .*make_mesh\. Received: x"):
+        JaxPipeline.from_checkpoint(micro_folder(), mesh)
+
+
+# Ahead of time
+
+
+def test_what_was_compiled_runs_without_compiling(compiled, pipe, tmp_path):
+    code = (
+        "import sys, numpy, jax\n"
+        "seen = []\n"
+        "jax.monitoring.register_event_duration_secs_listener(\n"
+        "    lambda event, *_, **__: seen.append(event) if 'compile' in event else None)\n"
+        "from sd_tf.jax import JaxPipeline\n"
+        "pipe = JaxPipeline.load(sys.argv[1])\n"
+        f"numpy.save(sys.argv[2], pipe({PROMPTS!r}, num_steps=4, seed=1).images)\n"
+        "absent = [m for m in ('keras', 'tensorflow') if m in sys.modules]\n"
+        "print(seen, absent)\n"
+    )
+    out = run_python("-c", code, compiled, tmp_path / "images.npy")
+    assert out.strip() == "[] []"
+    expected = pipe(PROMPTS, num_steps=4, seed=1).images
+    assert np.array_equal(np.load(tmp_path / "images.npy"), expected)
+
+
+def changed(compiled, folder, **target):
+    """A copy that was compiled for something else."""
+    shutil.copytree(compiled, folder)
+    path = folder / FILE_NAME
+    content = json.loads(path.read_text())
+    content["target"] |= target
+    path.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"platform": "tpu", "device_kind": "TPU v5 lite"}, r"platform 'tpu' \(here 'cpu'\)"),
+        ({"versions": {"jax": "0.1", "jaxlib": "0.1"}}, r"versions .*'0\.1'"),
+        ({"processor": "0" * 16}, r"processor '0000000000000000' \(here '\w{16}'\)"),
+    ],
+    ids=["platform", "release", "processor"],
+)
+def test_elsewhere_its_stablehlo_serves(compiled, pipe, tmp_path, caplog, change, reason):
+    folder = changed(compiled, tmp_path / "changed", **change)
+    with pytest.raises(ExportError, match=rf"was compiled for .*{reason}.* Compile it here"):
+        JaxPipeline.load(folder, fallback=False)
+    loaded = JaxPipeline.load(folder)
+    assert "Its StableHLO is compiled instead" in caplog.text
+    if "processor" in change:
+        images = loaded(PROMPTS, num_steps=4, seed=1).images
+        check_pictures(images, pipe(PROMPTS, num_steps=4, seed=1).images)
+
+
+def test_a_damaged_program(compiled, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(compiled, folder)
+    path = folder / "decoder" / "serving_default.xla"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(ExportError, match=r"serving_default\.xla .*SHA-256 differs"):
+        JaxPipeline.load(folder)
+    path.unlink()
+    with pytest.raises(ExportError, match=r"serving_default\.xla of decoder is missing"):
+        JaxPipeline.load(folder)
+
+
+def test_an_export_is_not_a_compiled_pipeline(tmp_path):
+    with pytest.raises(ExportError, match=r"has no compiled\.json\. Make it with .*sd_tf\.jax"):
+        JaxPipeline.load(tmp_path)
+
+
+def test_a_later_format(compiled, tmp_path):
+    shutil.copytree(compiled, tmp_path / "later")
+    path = tmp_path / "later" / FILE_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
+    with pytest.raises(ExportError, match=r"format version 99, this release reads 1"):
+        JaxPipeline.load(tmp_path / "later")
+
+
+def test_shapes_alone_and_weights_later(tmp_path):
+    """Compiled without weights, it takes those of a checkpoint of its family."""
+    config = open_checkpoint(micro_folder()).config
+    checkpoint = Checkpoint("shapes", "shapes alone", config, {})
+    fixed = Fixed(batch_size=1, height=16, width=16, max_steps=2)
+    compile_pipeline(checkpoint, fixed, make_mesh(), tmp_path / "out")
+    with pytest.raises(ExportError, match=r"holds no weights: give checkpoint="):
+        JaxPipeline.load(tmp_path / "out")
+    with pytest.raises(ExportError, match=r"compiled for a sd1\. Received: a sd2-v"):
+        JaxPipeline.load(tmp_path / "out", checkpoint=TINY_FOLDER)
+    wider = replace(micro.CONFIG, unet=replace(micro.CONFIG.unet, channels=(8, 24)))
+    make_random(wider, tmp_path / "wider")
+    with pytest.raises(ExportError, match=r"wider is of other sizes: unet\.\S+ was .*16.* is .*24"):
+        JaxPipeline.load(tmp_path / "out", checkpoint=tmp_path / "wider")
+    loaded = JaxPipeline.load(tmp_path / "out", checkpoint=micro_folder())
+    direct = JaxPipeline.from_checkpoint(
+        micro_folder(), None, "float32", batch_size=1, height=16, width=16, max_steps=2
+    )
+    call = {"num_steps": 2, "seed": 3}
+    assert np.array_equal(loaded("a", **call).images, direct("a", **call).images)
+
+
+# The commands
+
+
+def test_compile_and_generate(tmp_path, capfd):
+    out, pictures = str(tmp_path / "out"), tmp_path / "pictures"
+    size = ["--height", "16", "--width", "16", "--max_steps", "2", "--precision", "float32"]
+    assert main(["compile", "--checkpoint", str(micro_folder()), *size, "--out", out]) == 0
+    assert "diffusion_model.segment: traced in" in capfd.readouterr().out
+    call = ["generate", "a cat", "--export_dir", out, "--out", str(pictures), "--num_steps", "2"]
+    assert main([*call, "--seed", "5"]) == 0
+    assert (pictures / "5.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "x", "--sweep"], "Give --out for a compiled pipeline, or --sweep"),
+        ([], "Give --out for a compiled pipeline, or --sweep"),
+        (
+            ["--out", "x", "--batch_size", "1,2"],
+            "Several topologies or batch sizes are for --sweep",
+        ),
+        (["--out", "x", "--platform", "tpu"], "--platform=tpu takes a --topology"),
+        (["--out", "x", "--platform", "cpu", "--topology", "v5e:2x2"], "the others take none"),
+        (["--out", "x", "--topology", "v1:2x2"], "one of v5e, v5p, v6e, and a shape"),
+        (["--sweep", "--model_axis", "3"], "divides the number of devices"),
+        (["--sweep", "--height", "60"], "The height is a positive multiple of 8"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_flags(capsys, flags, message):
+    assert main(["compile", "--family", "sd1", *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+# Slices of TPUs
+
+
+def test_a_slice_elsewhere(tmp_path, capfd):
+    """The TPU's own compiler; its memory figures against the counted weights."""
+    config = replace(
+        micro.CONFIG,
+        text_encoder=replace(micro.CONFIG.text_encoder, hidden_size=256),
+        # Multiples of a TPU's 128 lanes: it pads what is narrower.
+        unet=replace(micro.CONFIG.unet, channels=(128, 256), context_dim=256, norm_groups=32),
+    ).check()
+    make_random(config, tmp_path / "checkpoint")
+    flags = ["--topology", "v5e:2x2", "--max_steps", "20", "--sweep"]
+    flags += ["--json", str(tmp_path / "figures.json")]
+    assert main(["compile", "--checkpoint", str(tmp_path / "checkpoint"), *flags]) == 0
+    assert "| v5e:2x2, 4 |" in capfd.readouterr().out
+    (result,) = json.loads((tmp_path / "figures.json").read_text())
+    segment = result["programs"]["diffusion_model.segment"]
+    unet = open_checkpoint(tmp_path / "checkpoint").tensors("unet").values()
+    tables = segment["weight_bytes"] - 2 * sum(tensor.size for tensor in unet)
+    assert 0 < tables < 1e6
+    assert segment["argument_bytes"] == pytest.approx(segment["weight_bytes"], rel=0.05)
+    assert segment["flops"] > 1e7
+
+
+def test_a_shape_that_no_slice_has(capsys):
+    assert main(["compile", "--family", "sd1", "--topology", "v5e:3x5x7", "--sweep"]) == 1
+    assert "The topology v5e:3x5x7 cannot be described" in capsys.readouterr().err
+
+
+def report(weights, temporary, flops, accessed):
+    return {
+        "weight_bytes": weights,
+        "argument_bytes": weights + 10,
+        "output_bytes": 5,
+        "temporary_bytes": temporary,
+        "code_bytes": 1,
+        "flops": flops,
+        "accessed_bytes": accessed,
+    }
+
+
+def test_the_outlook():
+    """Weights of every component, the largest temporaries, the loop's body times its calls."""
+    chip = chip_of("v5e:2x2")
+    assert chip is CHIPS["v5e"]
+    reports = {
+        "text_encoder.encode": report(1e9, 1e8, 0.0, chip.bandwidth),  # bound by memory: 1 s
+        "diffusion_model.segment": report(8e9, 4e9, chip.flops, 0.0),  # by arithmetic: 1 s a step
+        "decoder.serving_default": report(2e9, 3e9, chip.flops / 2, chip.bandwidth / 4),
+    }
+    found = outlook(reports, chip, calls=20)
+    assert found.weight_bytes == 11e9
+    assert found.memory_bytes == 11e9 + 4e9 + 15 + 3
+    assert found.fits(chip)
+    reports["decoder.serving_default"] = report(2e9, 6e9, 0.0, 0.0)
+    larger = outlook(reports, chip, calls=20)
+    assert not larger.fits(chip)
+    assert row("x", larger, chip, images=4, chips=4)[3] == "17.00 of 16.0, does not fit"
+    assert found.seconds == pytest.approx(21.5)
+    assert row("x", found, chip, images=4, chips=4)[-1] == "0.19"
