@@ -32,7 +32,7 @@ SCHEMES = ("grpc", "http")
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(served_models()[0], jit_compile=False)
+    return Pipeline.load(served_models()[0])
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def addresses():
 
 @pytest.fixture(params=SCHEMES)
 def client(request, addresses, light):
-    with Client(addresses[request.param], light, jit_compile=False) as client:
+    with Client(addresses[request.param], light) as client:
         yield client
 
 
@@ -105,7 +105,7 @@ def test_versions_and_labels(addresses, light, pipe):
     expected = pipe("a", num_steps=1, seed=1).images
     for scheme in SCHEMES:
         for choice in ({"version": 1}, {"label": "stable"}):
-            with Client(addresses[scheme], light, jit_compile=False, **choice) as client:
+            with Client(addresses[scheme], light, **choice) as client:
                 np.testing.assert_array_equal(client("a", num_steps=1, seed=1).images, expected)
         for choice, code, message in (
             ({"version": 7}, "NOT_FOUND", r"Specific\(text_encoder, 7\)"),
@@ -128,7 +128,7 @@ from sd_tf.serving.__main__ import main
 status = main(["client", *sys.argv[1:]])
 print([name for name in ("tensorflow", "keras", "grpc") if name in sys.modules], status)
 """
-    flags = ["--server", addresses["http"], "--export_dir", str(light), "--nojit_compile"]
+    flags = ["--server", addresses["http"], "--export_dir", str(light)]
     flags += ["--num_steps", "1", "--seed", "3", "--out", str(tmp_path)]
     result = subprocess.run(
         [sys.executable, "-c", code, "a cat", "a dog", *flags],

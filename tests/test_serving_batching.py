@@ -8,8 +8,8 @@ import pytest
 from sd_tf.serving.ray_app.batching import Batcher, BusyError, Job
 
 
-def job(settings="a", index=0):
-    return Job(index, "prompt", None, 0, settings, asyncio.Queue())
+def job(together="a", index=0):
+    return Job(index, "prompt", 0, {}, together, asyncio.Queue())
 
 
 def test_a_complete_batch_does_not_wait():

@@ -3,6 +3,7 @@
 What a healthy server does not show (busy, lost, failing) is put in its place by the browser.
 """
 
+import base64
 import io
 import json
 import os
@@ -129,6 +130,8 @@ def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
             "negative_prompt": None,
             "num_steps": 20,
             "guidance_scale": 4.0,
+            "image_guidance_scale": None,
+            "strength": None,
             "seed": 4 - place,
             "scheduler": page.locator("#scheduler").input_value(),
         }
@@ -305,6 +308,66 @@ def test_a_schedulers_most_steps(page):
     expect(page.locator("#num_steps-hint")).to_have_text("1 to 8")
     page.keyboard.press("Control+Enter")
     expect(page.locator("#num_steps-error")).to_have_text("A whole number from 1 to 8, with lcm.")
+
+
+def picture(folder, colour="red"):
+    path = folder / "a scene.png"
+    Image.new("RGB", (64, 64), colour).save(path)
+    return path
+
+
+def test_a_picture_to_start_from(visit, tmp_path):
+    """It goes along, it shows, and the curl command sends it too."""
+    page, seen = visit
+    page.set_input_files("#image", picture(tmp_path))
+    expect(page.locator("#given-picture")).to_be_visible()
+    draw(page, num_steps=4, seed=3, strength=0.5)
+    drawn(page)
+    page.screenshot(path=artifacts(tmp_path) / "picture.png")
+    expect(page.locator("#cards .parameters")).to_contain_text("strength 0.5")
+    page.locator("#cards").get_by_text("curl").click()
+    expect(page.locator("#cards").get_by_text("Copied")).to_be_visible()
+    command = page.evaluate("navigator.clipboard.readText()")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, check=True, env={**os.environ, "PATH": path}
+    )
+    same = pixels((tmp_path / "sd_tf-3.png").read_bytes()).astype(int) - pixels(download(page))
+    assert abs(same).max() <= 2
+
+    page.click("#forget")
+    expect(page.locator("#given")).to_be_hidden()
+    with page.expect_request("**/generate") as request:
+        draw(page, num_steps=2)
+    assert not {"image", "strength"} & request.value.post_data_json.keys()
+    assert not seen.errors
+
+
+def test_a_file_that_is_no_picture(page, tmp_path):
+    (tmp_path / "words.png").write_text("words")
+    page.set_input_files("#image", tmp_path / "words.png")
+    draw(page, num_steps=2)
+    expect(page.locator("#image-error")).to_have_text("image: this is not a picture.")
+
+
+def test_editing(page, tmp_path):
+    """A checkpoint that follows instructions: a picture is needed, and how much of it stays."""
+    page.route("**/about", altered_about(image="edit"))
+    page.reload()
+    expect(page.locator("#prompt-label")).to_have_text("Instruction")
+    expect(page.locator("#strength")).to_be_hidden()
+    expect(page.locator("#mask")).to_be_hidden()
+    draw(page, "make the star green")
+    expect(page.locator("#image-error")).to_have_text("Choose a file.")
+    file = picture(tmp_path)
+    page.set_input_files("#image", file)
+    stream(page, ACCEPTED)
+    with page.expect_request("**/generate") as request:
+        draw(page, "make the star green", image_guidance_scale=1.8)
+    sent = request.value.post_data_json
+    assert base64.b64decode(sent["image"]) == file.read_bytes()
+    assert sent["image_guidance_scale"] == 1.8 and "strength" not in sent
+    page.screenshot(path=artifacts(tmp_path) / "edit.png")
 
 
 def altered_about(**values):

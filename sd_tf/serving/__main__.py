@@ -1,15 +1,11 @@
-"""`python -m sd_tf.serving COMMAND`: exports behind a server.
+"""`python -m sd_tf.serving COMMAND`: exports behind a server."""
 
-A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit
-status, and a line in COMMANDS. Only the chosen one is imported.
-"""
-
-import argparse
-import importlib
 import os
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from sd_tf.commands import dispatch
 
 COMMANDS = {
     "tf_serving": (
@@ -24,20 +20,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m sd_tf.serving", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        if name in argv[:1]:
-            chosen = importlib.import_module(module)
-            chosen.add_arguments(command)
-    options = parser.parse_args(argv)
-    try:
-        return chosen.run(options)
-    except (ValueError, OSError) as error:
-        print(f"sd_tf.serving: {error}", file=sys.stderr)
-        return 1
+    return dispatch("sd_tf.serving", __doc__, COMMANDS, argv)
 
 
 if __name__ == "__main__":

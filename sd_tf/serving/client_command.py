@@ -18,6 +18,7 @@ TOKEN_VARIABLE = "SD_TF_TOKEN"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_arguments(parser)
+    parser.add_argument("--export_dir", required=True, help="what serialize_savedmodels.py wrote")
     parser.add_argument(
         "--server", required=True, help="grpc://host:port, grpcs://…, http://… or https://…"
     )

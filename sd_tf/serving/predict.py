@@ -11,7 +11,6 @@ the server's --enable_serialization_as_tensor_content.
 
 import base64
 import binascii
-import copy
 import itertools
 import json
 import re
@@ -24,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf import json_format
 from tensorflow.core.framework import tensor_pb2, types_pb2
-from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
+from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow_serving.apis import (
     get_model_metadata_pb2,
     get_model_status_pb2,
@@ -33,7 +32,7 @@ from tensorflow_serving.apis import (
 )
 
 from sd_tf.manifest import VERSION_FOLDER, ExportError, Manifest
-from sd_tf.pipeline import load_component
+from sd_tf.saved_model import SavedModel, message_of
 
 DEFAULT_SIGNATURE = "serving_default"
 SIGNATURE_DEF = "signature_def"  # the only metadata field that there is
@@ -67,10 +66,6 @@ JSON_TYPES = {
     int: "Number",
     float: "Number",
 }
-# What TensorFlow in Python puts around an operation's own message.
-EAGER = re.compile(
-    r"\AGraph execution error:.*<stack traces unavailable>\n| \[Op:\w+\]\Z", re.DOTALL
-)
 SHOWN = 200  # characters of a value in an error
 
 
@@ -90,21 +85,21 @@ class Servable:
     """One loaded SavedModel and what its file says about its signatures."""
 
     def __init__(self, folder: Path, name: str):
-        self._loaded = load_component(folder, name)
-        path = folder / name / VERSION_FOLDER / "saved_model.pb"
-        content = saved_model_pb2.SavedModel.FromString(path.read_bytes())
-        signatures = content.meta_graphs[0].signature_def
-        # Copies, else each would keep the whole graph in memory.
-        self.signature_defs = {key: copy.deepcopy(value) for key, value in signatures.items()}
+        # What XLA compiles is nearly all that is asked of the others.
+        self._loaded = SavedModel(folder, name, optimize=name == "text_encoder")
+
+    @property
+    def signature_defs(self) -> dict[str, meta_graph_pb2.SignatureDef]:
+        return self._loaded.signatures
 
     def signature(self, name: str) -> meta_graph_pb2.SignatureDef | None:
-        return self.signature_defs[name] if name in self._loaded.signatures else None
+        return self.signature_defs[name] if self._loaded.runs(name) else None
 
-    def run(self, signature: str, inputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    def run(self, signature: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         try:
-            return self._loaded.signatures[signature](**inputs)
+            return self._loaded.run(signature, inputs)
         except tf.errors.OpError as error:
-            raise ModelError(error.error_code, EAGER.sub("", error.message)) from error
+            raise ModelError(error.error_code, message_of(error)) from error
 
 
 class ModelServer:
@@ -146,7 +141,7 @@ class ModelServer:
         response = predict_pb2.PredictResponse()
         response.model_spec.CopyFrom(_answered(spec.name, version, name))
         for alias in wanted:
-            value = tf.make_tensor_proto(outputs[alias].numpy())
+            value = tf.make_tensor_proto(outputs[alias])
             response.outputs[alias].CopyFrom(value)
         return response
 
@@ -227,7 +222,7 @@ class ModelServer:
             for index, name in enumerate(known)
         }
 
-    def _tensor(self, index, name, info, proto: tensor_pb2.TensorProto) -> tf.Tensor:
+    def _tensor(self, index, name, info, proto: tensor_pb2.TensorProto) -> np.ndarray:
         """Checked before it is built: a few bytes can claim to be a tensor of any size."""
         dims = [dim.size for dim in proto.tensor_shape.dim]
         known = proto.dtype in types_pb2.DataType.values()
@@ -258,7 +253,7 @@ class ModelServer:
                 f"[{wanted}]."
             )
         try:  # the server's own reading of a proto: content, values, or fewer values repeated
-            return tf.io.parse_tensor(proto.SerializeToString(), tf.as_dtype(info.dtype))
+            return tf.io.parse_tensor(proto.SerializeToString(), tf.as_dtype(info.dtype)).numpy()
         except (tf.errors.OpError, TypeError) as error:
             raise invalid(f"tensor parsing error: {name}") from error
 

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sd_tf.chain import DEFAULT_GUIDANCE, DEFAULT_STEPS, open_export
+from sd_tf.chain import open_export
 from sd_tf.compile_cache import for_workers
 from sd_tf.manifest import FILE_NAME, Manifest
+from sd_tf.request import DEFAULT_GUIDANCE, DEFAULT_STEPS
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
 from sd_tf.serving.batch.rows import Unit, check_rows, check_settings, divide, read_entries

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ class Job:
 
     index: int  # among those of its caller
     prompt: str
-    negative: str | None
     seed: int
-    settings: Hashable  # jobs of one batch have the same
+    inputs: Mapping[str, Any]  # negative_prompt, image, mask: those that it has
+    together: Hashable  # jobs of one batch have the same
     events: asyncio.Queue[tuple[str, Any]]
     every_step: bool = False  # somebody watches
     previews: int = 0
@@ -78,5 +78,5 @@ class Batcher:
     def _batch(self) -> list[Job]:
         if not self._waiting:
             return []
-        settings = self._waiting[0].settings
-        return [job for job in self._waiting if job.settings == settings][: self.size]
+        together = self._waiting[0].together
+        return [job for job in self._waiting if job.together == together][: self.size]

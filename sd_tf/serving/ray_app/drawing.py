@@ -81,8 +81,7 @@ class Drawing:
         Closing it, as when the client is gone, takes back what is not drawn yet.
         """
         start, missing, outcome = time.monotonic(), len(jobs), "stopped"
-        num_steps, _, scheduler, _ = jobs[0].settings
-        calls = self.served.manifest.model_calls(scheduler, num_steps)
+        calls = jobs[0].together.calls
         images = [{"index": job.index, "prompt": job.prompt, "seed": job.seed} for job in jobs]
         try:
             yield "accepted", {"id": uuid.uuid4().hex, "images": images, "calls": calls}
@@ -133,12 +132,8 @@ class Drawing:
             await self._draw_with(self.served, jobs)
 
     async def _draw_with(self, served: Served, jobs: list[Job]) -> None:
-        num_steps, guidance_scale, scheduler, has_negative = jobs[0].settings
-        parameters = {
-            "num_steps": num_steps,
-            "guidance_scale": guidance_scale,
-            "scheduler": scheduler,
-        }
+        together = jobs[0].together
+        inputs = {name: [job.inputs[name] for job in jobs] for name in together.given}
 
         def send(job: Job, name: str, **content) -> None:
             event = (name, {"index": job.index, **content})
@@ -158,19 +153,20 @@ class Drawing:
         def draw() -> None:
             result = served.chain(
                 [job.prompt for job in jobs],
-                negative_prompt=[job.negative for job in jobs] if has_negative else None,
                 seed=[job.seed for job in jobs],
                 callback=on_the_way,
                 callback_every=1 if any(job.every_step for job in jobs) else STOP_WITHIN,
-                **parameters,
+                **inputs,
+                **together.parameters,
             )
             for stage, seconds in result.timings.items():
                 self.seconds.observe(seconds, {"stage": stage})
             for job, image in zip(jobs, result.images, strict=True):
-                told = {"prompt": job.prompt, **parameters, "seed": job.seed}
-                if has_negative:
-                    told["negative_prompt"] = job.negative
-                png = _encoded(png_bytes(image, described(served.manifest, **told)))
+                told = {"prompt": job.prompt, **together.parameters, "seed": job.seed}
+                if "negative_prompt" in together.given:
+                    told["negative_prompt"] = job.inputs["negative_prompt"]
+                pictures = sorted(together.given & {"image", "mask"})
+                png = _encoded(png_bytes(image, described(served.manifest, pictures, **told)))
                 send(job, "image", seed=job.seed, png=png, parameters=told)
 
         await self.loop.run_in_executor(self.pool, draw)

@@ -12,16 +12,25 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from ray import serve
 
 from sd_tf.manifest import Manifest
+from sd_tf.request import DEFAULT_IMAGE_GUIDANCE, DEFAULT_STRENGTH
 from sd_tf.serving.ray_app.drawing import Drawing
 from sd_tf.serving.ray_app.http import WEB, event_lines, make_app, read_body
 from sd_tf.serving.ray_app.remote import LOST, ask
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.ray_app.wanted import RefusedError, Wanted
 
-GENERATE_BODY = 1 << 20  # bytes
+GENERATE_BODY = 24 << 20  # bytes: pictures come in it
 READY_WITHIN = 2.0  # seconds
 LONGEST_DETAILS = 4000  # characters of a gRPC error: it goes into a header
 MODEL = re.compile(r"/v1/models/([^/:]+)")
+
+
+def _use_of_image(manifest: Manifest) -> str | None:
+    """What a picture that comes with the prompt is for; None: nothing."""
+    if "image_encoder" not in manifest.components:
+        return None
+    return {"none": "start", "image": "edit", "mask_and_image": "paint"}[manifest.latent_inputs]
+
 
 app = make_app()  # Ray copies it where the class is decorated: what routes call stands above
 
@@ -66,9 +75,12 @@ class Front:
                 "schedulers": most_steps,
                 "default_scheduler": manifest.default_sampler,
                 "guidance": manifest.guidance == "classifier_free",
+                "image": _use_of_image(manifest),
                 "defaults": {
                     "num_steps": self._num_steps(manifest),
                     "guidance_scale": settings.guidance_scale,
+                    "strength": DEFAULT_STRENGTH.get(manifest.latent_inputs),
+                    "image_guidance_scale": DEFAULT_IMAGE_GUIDANCE,
                 },
                 "max_count": settings.max_count,
                 "examples": settings.examples,
@@ -98,7 +110,8 @@ class Front:
         wanted = Wanted.read(await read_body(request, GENERATE_BODY))
         wanted = wanted.with_defaults(self._num_steps(manifest), self.settings.guidance_scale)
         streams = "text/event-stream" in request.headers.get("accept", "")
-        jobs = wanted.jobs(manifest, self.settings.max_count, streams)
+        most = self.settings.max_count
+        jobs = await asyncio.to_thread(wanted.jobs, manifest, most, streams)  # it opens pictures
         await self.drawing.put(jobs)
         timeout = self.settings.timeout if wanted.timeout is None else wanted.timeout
         events = self.drawing.follow(jobs, timeout)

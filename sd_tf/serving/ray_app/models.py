@@ -64,13 +64,7 @@ class Model:
             raise StaleError(f"{self.component} was exported again.")
         (servable,) = self._servers[digest].models[self.component].values()
 
-        def work():
-            import tensorflow as tf
-
-            tensors = {name: tf.convert_to_tensor(value) for name, value in inputs.items()}
-            return {name: out.numpy() for name, out in servable.run(signature, tensors).items()}
-
-        return await self._run(work)
+        return await self._run(servable.run, signature, inputs)
 
     async def answer(self, method: str, request: bytes) -> tuple[int, bytes | str]:
         """A serialized request for a method of `ModelServer`: gRPC's code and the answer."""

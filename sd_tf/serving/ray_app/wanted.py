@@ -1,15 +1,21 @@
 """What POST /generate takes: checked, and told apart into pictures."""
 
 import asyncio
+import base64
+import binascii
+from dataclasses import dataclass
 
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sd_tf.chain import image_seeds
-from sd_tf.manifest import Manifest
+from sd_tf.manifest import ExportError, Manifest
+from sd_tf.pictures import PictureError, open_picture
+from sd_tf.request import read_request
 from sd_tf.serving.ray_app.batching import Job
 
 LONGEST_PROMPT = 10_000  # characters
 MOST_PREVIEWS = 20
+MOST_PIXELS = 16 << 20  # of a picture that is sent
 LONGEST_TIMEOUT = 3600.0
 LARGEST_GUIDANCE = 1e6
 
@@ -20,6 +26,31 @@ class RefusedError(Exception):
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status, self.message = status, message
+
+
+@dataclass(frozen=True)
+class Together:
+    """What the pictures of one batch have in common."""
+
+    num_steps: int
+    guidance_scale: float
+    scheduler: str
+    strength: float | None
+    image_guidance_scale: float | None
+    given: frozenset[str]  # of negative_prompt, image, mask
+    calls: int  # of the model
+
+    @property
+    def parameters(self) -> dict:
+        """In the words of a chain's call."""
+        found = {
+            "num_steps": self.num_steps,
+            "guidance_scale": self.guidance_scale,
+            "scheduler": self.scheduler,
+            "strength": self.strength,
+            "image_guidance_scale": self.image_guidance_scale,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Wanted(BaseModel):
@@ -33,6 +64,10 @@ class Wanted(BaseModel):
     guidance_scale: float | None = Field(None, allow_inf_nan=False)
     seed: int | list[int] | None = None
     scheduler: str | None = None
+    image: str | None = None  # a picture's file in base64
+    mask: str | None = None
+    strength: float | None = Field(None, allow_inf_nan=False)
+    image_guidance_scale: float | None = Field(None, allow_inf_nan=False)
     count: int = Field(1, ge=1)
     previews: int = Field(0, ge=0, le=MOST_PREVIEWS)
     timeout: float | None = Field(None, gt=0, le=LONGEST_TIMEOUT)
@@ -63,32 +98,68 @@ class Wanted(BaseModel):
                 raise RefusedError(
                     422, f"A prompt has at most {LONGEST_PROMPT} characters. Received: {len(text)}"
                 )
-        if abs(self.guidance_scale) > LARGEST_GUIDANCE:
-            raise RefusedError(
-                422,
-                f"guidance_scale is at most {LARGEST_GUIDANCE:g}. Received: {self.guidance_scale}",
-            )
+        for name in ("guidance_scale", "image_guidance_scale"):
+            if abs(getattr(self, name) or 0.0) > LARGEST_GUIDANCE:
+                raise RefusedError(
+                    422, f"{name} is at most {LARGEST_GUIDANCE:g}. Received: {getattr(self, name)}"
+                )
         scheduler = manifest.default_sampler if self.scheduler is None else self.scheduler
         try:
-            manifest.model_calls(scheduler, self.num_steps)
-            seeds = image_seeds(self.seed, len(prompts))
-        except ValueError as error:
+            request = read_request(
+                manifest,
+                prompts,
+                negative_prompt=self.negative_prompt,
+                num_steps=self.num_steps,
+                guidance_scale=self.guidance_scale,
+                seed=self.seed,
+                scheduler=scheduler,
+                image=_picture("image", self.image),
+                mask=_picture("mask", self.mask),
+                strength=self.strength,
+                image_guidance_scale=self.image_guidance_scale,
+            )
+        except (ExportError, ValueError) as error:
             raise RefusedError(422, str(error)) from error
-        has_negative = self.negative_prompt is not None
+        each = {
+            "negative_prompt": request.negatives,
+            "image": request.image,
+            "mask": request.mask,
+        }
+        each = {name: values for name, values in each.items() if values is not None}
+        together = Together(
+            self.num_steps,
+            self.guidance_scale,
+            scheduler,
+            self.strength,
+            self.image_guidance_scale,
+            frozenset(each),
+            request.calls - request.start,
+        )
         events = asyncio.Queue()
         return [
             Job(
                 index=index,
                 prompt=prompt,
-                negative=self.negative_prompt,
                 seed=seed,
-                settings=(self.num_steps, self.guidance_scale, scheduler, has_negative),
+                inputs={name: values[index] for name, values in each.items()},
+                together=together,
                 events=events,
                 every_step=streams,
                 previews=self.previews,
             )
-            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            for index, (prompt, seed) in enumerate(zip(prompts, request.seeds, strict=True))
         ]
+
+
+def _picture(name: str, content: str | None) -> Image.Image | None:
+    if content is None:
+        return None
+    try:
+        return open_picture(base64.b64decode(content, validate=True), MOST_PIXELS)
+    except binascii.Error as error:
+        raise RefusedError(422, f"{name}: this is not base64 ({error}).") from error
+    except PictureError as error:
+        raise RefusedError(422, f"{name}: {error}.") from error
 
 
 def _described(error: dict) -> str:

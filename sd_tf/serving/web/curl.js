@@ -8,15 +8,31 @@ const DECODE = [
     ' for i in answer["images"]]',
 ].join("; ");
 
-export function curl(parameters) {
+// Puts files into the request: its arguments are the rest of it, then name, file, name, file …
+const ENCODE = [
+  "import base64, json, sys",
+  "body = json.loads(sys.argv[1])",
+  "read = lambda path: base64.b64encode(open(path, 'rb').read()).decode()",
+  "body.update((name, read(path)) for name, path in zip(sys.argv[2::2], sys.argv[3::2]))",
+  "print(json.dumps(body))",
+].join("; ");
+
+// `files`: name → file name, of the pictures that were sent along.
+export function curl({ files = {}, ...parameters }) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null);
+  const body = quoted(JSON.stringify(Object.fromEntries(given)));
   const address = new URL("generate", document.baseURI).href;
-  return [
+  const sent = Object.entries(files).flat().map(quoted);
+  const send = [
     `curl -sS ${quoted(address)}`,
     "  -H 'content-type: application/json'",
-    `  --data-binary ${quoted(JSON.stringify(Object.fromEntries(given)))}`,
+    `  --data-binary ${sent.length > 0 ? "@-" : body}`,
     `  | python3 -c ${quoted(DECODE)}`,
-  ].join(" \\\n");
+  ];
+  if (sent.length === 0) return send.join(" \\\n");
+  return [`python3 -c ${quoted(ENCODE)}`, `  ${body} ${sent.join(" ")}`, `  | ${send[0]}`]
+    .concat(send.slice(1))
+    .join(" \\\n");
 }
 
 // Between single quotes a POSIX shell reads everything as it stands, but the single quote.

@@ -2,10 +2,21 @@
 // back into it.
 
 import { byId, element } from "./dom.js";
+import * as files from "./files.js";
 
-const FIELDS = [
-  "prompt", "negative_prompt", "num_steps", "guidance_scale", "scheduler", "seed", "count",
+const VALUES = [
+  "prompt", "strength", "image_guidance_scale", "negative_prompt", "num_steps", "guidance_scale",
+  "scheduler", "seed", "count",
 ];
+const FIELDS = [...VALUES, ...files.NAMES];
+// What a picture is for → the fields that it brings, and what the prompt is called.
+const USES = {
+  start: { shown: ["image", "strength"], needed: [], prompt: "Prompt" },
+  edit: { shown: ["image", "image_guidance_scale"], needed: ["image"], prompt: "Instruction" },
+  paint: { shown: ["image", "mask", "strength"], needed: files.NAMES, prompt: "Prompt" },
+};
+const NO_USE = { shown: [], needed: [], prompt: "Prompt" };
+const PLACEHOLDERS = { Prompt: "What the picture shows", Instruction: "What to change" };
 const MOST_PREVIEWS = 10;
 const SHOWN_EXAMPLES = 3;
 const KEPT = `sd_tf ${location.pathname} form`;
@@ -14,12 +25,19 @@ const LARGEST_SEED = 2 ** 31 - 1;
 const RANDOM_SEEDS = 2 ** 31;
 
 let server = null;
+let use = NO_USE;
 
 export function setUp(about) {
   server = about;
-  for (const hidden of document.querySelectorAll("[data-needs=guidance]")) {
-    hidden.hidden = !about.guidance;
+  use = USES[about.image] ?? NO_USE;
+  const shown = about.guidance ? ["guidance", ...use.shown] : use.shown;
+  for (const part of document.querySelectorAll("[data-needs]")) {
+    part.hidden = !shown.includes(part.dataset.needs);
   }
+  document.querySelector("[data-optional=image]").hidden = use.needed.includes("image");
+  byId("prompt-label").textContent = use.prompt;
+  byId("prompt").placeholder = PLACEHOLDERS[use.prompt];
+  files.setUp(clearErrors);
   byId("scheduler").replaceChildren(
     ...Object.keys(about.schedulers).map((name) => element("option", { value: name }, name)),
   );
@@ -111,7 +129,7 @@ function useExample(text) {
 
 // Reading
 
-export function read() {
+export async function read() {
   const number = (name) => byId(name).valueAsNumber;
   const num_steps = number("num_steps");
   const request = {
@@ -123,20 +141,35 @@ export function read() {
     previews: byId("live").checked ? Math.max(0, Math.min(MOST_PREVIEWS, num_steps - 1)) : 0,
     timeout: null,
   };
-  if (!server.guidance) return request;
-  return {
-    ...request,
-    negative_prompt: byId("negative_prompt").value || null,
-    guidance_scale: number("guidance_scale"),
-  };
+  if (server.guidance) {
+    request.negative_prompt = byId("negative_prompt").value || null;
+    request.guidance_scale = number("guidance_scale");
+  }
+  Object.assign(request, await files.contents());
+  for (const name of ["strength", "image_guidance_scale"]) {
+    if (use.shown.includes(name) && "image" in request) request[name] = number(name);
+  }
+  return request;
 }
 
 export function problems(request) {
-  const found = {};
+  const unread = files.NAMES.filter((name) => request[name] === null);
+  const found = Object.fromEntries(unread.map((name) => [name, files.UNREADABLE]));
   const most = server.schedulers[request.scheduler];
   const isWhole = (value, least, greatest) =>
     Number.isInteger(value) && value >= least && value <= greatest;
-  if (request.prompt.trim() === "") found.prompt = "Say what the picture is to show.";
+  if (request.prompt.trim() === "") {
+    found.prompt = `Say what ${server.image === "edit" ? "to change" : "the picture is to show"}.`;
+  }
+  for (const name of use.needed.filter((name) => !(name in request))) {
+    found[name] = "Choose a file.";
+  }
+  if ("strength" in request && !(request.strength > 0 && request.strength <= 1)) {
+    found.strength = "A number above 0, up to 1.";
+  }
+  if ("image_guidance_scale" in request && !Number.isFinite(request.image_guidance_scale)) {
+    found.image_guidance_scale = "A number, such as 1.5.";
+  }
   if (!isWhole(request.num_steps, 1, most)) {
     found.num_steps = `A whole number from 1 to ${most}, with ${request.scheduler}.`;
   }
@@ -184,7 +217,7 @@ export function clearErrors(name) {
 // Filling
 
 export function fill(values) {
-  for (const name of FIELDS) {
+  for (const name of VALUES) {
     if (name in values) byId(name).value = values[name] ?? "";
   }
   if (!(byId("scheduler").value in server.schedulers)) {
@@ -194,15 +227,16 @@ export function fill(values) {
   byId("random").checked = values.random ?? (values.seed ?? "") === "";
   showSeed();
   showMostSteps();
-  const guidance = document.querySelector("[data-for=guidance_scale]");
-  guidance.value = byId("guidance_scale").value;
+  for (const slider of document.querySelectorAll("[data-for]")) {
+    slider.value = byId(slider.dataset.for).value;
+  }
   clearErrors();
   keep();
 }
 
 function keep() {
   const values = { random: byId("random").checked, live: byId("live").checked };
-  for (const name of FIELDS) values[name] = byId(name).value;
+  for (const name of VALUES) values[name] = byId(name).value;
   try {
     sessionStorage.setItem(KEPT, JSON.stringify(values));
   } catch {

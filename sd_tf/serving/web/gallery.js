@@ -31,15 +31,19 @@ export function add(png, parameters) {
   return opener(made);
 }
 
-const describe = ({ num_steps, guidance_scale, scheduler, seed }) =>
-  [
+const describe = (parameters) => {
+  const { num_steps, guidance_scale, image_guidance_scale, strength, scheduler, seed } = parameters;
+  return [
     `${num_steps} steps`,
     Number.isFinite(guidance_scale) && `guidance ${guidance_scale}`,
+    Number.isFinite(image_guidance_scale) && `picture guidance ${image_guidance_scale}`,
+    Number.isFinite(strength) && `strength ${strength}`,
     scheduler,
     `seed\u00a0${seed}`,
   ]
     .filter(Boolean)
     .join(" · ");
+};
 
 function entry(png, parameters, id) {
   const made = { id, png, parameters, url: URL.createObjectURL(png), stored: Promise.resolve() };

@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { announce, byId, facts } from "./dom.js";
+import { names as fileNames } from "./files.js";
 import * as form from "./form.js";
 import * as gallery from "./gallery.js";
 import * as notice from "./notice.js";
@@ -15,9 +16,13 @@ const FAMILIES = {
   sd2: "Stable Diffusion 2",
   "sd2-v": "Stable Diffusion 2 (v)",
   "sdxl-base": "Stable Diffusion XL",
+  "instruct-pix2pix": "InstructPix2Pix",
+  "sdxl-instruct-pix2pix": "InstructPix2Pix XL",
 };
 
 let isReady = false;
+let isReading = false; // of the form, with the files that are chosen in it
+let sent = {}; // names of the files that went with the run
 let running = null; // the AbortController of the run that is going on
 
 // Starting
@@ -56,9 +61,12 @@ function showModel({ family, width, height, checkpoint, export: digest }) {
 
 // A run
 
-function submit() {
-  if (!isReady || running !== null) return;
-  const request = form.read();
+async function submit() {
+  if (!isReady || isReading || running !== null) return;
+  isReading = true;
+  sent = fileNames();
+  const request = await form.read();
+  isReading = false;
   const problems = form.problems(request);
   form.showProblems(problems);
   if (Object.keys(problems).length === 0) run(request);
@@ -88,7 +96,8 @@ function show(name, data) {
   if (name === "progress") stage.progress(data.index, data.done, data.calls);
   if (name === "preview") stage.preview(data.index, data.png);
   if (name === "image") {
-    stage.finished(data.index, gallery.add(decoded(data.png), data.parameters));
+    const parameters = { ...data.parameters, files: sent };
+    stage.finished(data.index, gallery.add(decoded(data.png), parameters));
   }
   if (name === "done") stage.end(`Done in ${data.seconds.toFixed(1)} s`);
 }

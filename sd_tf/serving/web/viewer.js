@@ -7,6 +7,8 @@ const NAMES = {
   negative_prompt: "Negative prompt",
   num_steps: "Steps",
   guidance_scale: "Guidance",
+  image_guidance_scale: "Picture guidance",
+  strength: "Strength",
   scheduler: "Scheduler",
   seed: "Seed",
 };
