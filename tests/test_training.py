@@ -32,8 +32,9 @@ ROOT = Path(__file__).parent.parent
 # Losses and gradients
 
 
-@pytest.mark.backend
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(
+    "prediction", [pytest.param("epsilon", marks=pytest.mark.backend), "v_prediction"]
+)
 def test_loss_and_gradients_equal_pytorchs(small_pipelines, prediction):
     pipeline, folder = small_pipelines("sd1")
     checkpoint = open_checkpoint(folder)
@@ -203,7 +204,6 @@ def test_settings_that_cannot_be_meant(change, message):
 # Runs
 
 
-@pytest.mark.backend
 def test_killed_run_equals_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from sd_tf.pictures import PictureError, to_model, to_rgb
 from sd_tf.training import world
-from sd_tf.training.batches import LatentBatches, PictureBatches, to_model
-from sd_tf.training.data import World, open_source, read_picture, shuffled, to_rgb
+from sd_tf.training.batches import LatentBatches, PictureBatches
+from sd_tf.training.data import World, open_source, read_picture, shuffled
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.scene import HELD_OUT
 from tests import micro
@@ -352,7 +353,7 @@ def test_the_middle_is_cut_out(tmp_path, size, is_tall):
 
 
 def test_what_is_no_picture_is_not_read():
-    with pytest.raises(UnidentifiedImageError, match="cannot identify image file"):
+    with pytest.raises(PictureError, match=r"^this is not a picture$"):
         read_picture(b"a dog", 8)
 
 

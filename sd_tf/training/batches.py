@@ -5,29 +5,43 @@ from collections.abc import Callable
 import numpy as np
 
 from sd_tf.config import PipelineConfig
+from sd_tf.pictures import to_model
 from sd_tf.training import world
 from sd_tf.training.data import Source, World, shuffled
+from sd_tf.training.hosts import ALONE, Host
 from sd_tf.training.settings import Settings
 
 Batch = dict[str, np.ndarray]
+Order = Callable[[int, int], tuple[int, int]]  # position in the run, seed → index, epoch
 DRAWS = 2  # stream of a seed; `data.ORDER` is another
 
 
 class Batches:
     """Callable: step → batch. Where a run was killed makes no difference to what follows."""
 
-    def __init__(self, source: Source, batch_size: int, seed: int):
-        self.source, self.batch_size, self.seed = source, batch_size, seed
+    def __init__(
+        self,
+        source,
+        batch_size: int,
+        seed: int,
+        order: Order | None = None,
+        host: Host = ALONE,
+    ):
+        """`order`: the source's own, where it is not free to give any example at any time.
+
+        On several hosts the source is this one's part, and so are `batch_size` and the batches.
+        """
+        self.source, self.batch_size, self.seed, self.host = source, batch_size, seed, host
+        self._order = order or (lambda position, seed: shuffled(position, len(source), seed))
 
     def examples(self, step: int) -> list[tuple[int, int]]:
         """(index, epoch) of the step's examples."""
         first = step * self.batch_size
-        return [
-            shuffled(first + place, len(self.source), self.seed) for place in range(self.batch_size)
-        ]
+        return [self._order(first + place, self.seed) for place in range(self.batch_size)]
 
     def draws(self, step: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, DRAWS, step])
+        turn = step * self.host.count + self.host.number
+        return np.random.default_rng([self.seed, DRAWS, turn])
 
 
 class PictureBatches(Batches):
@@ -72,13 +86,11 @@ class LatentBatches(Batches):
             "" if without else self.source.caption(index, epoch)
             for (index, epoch), without in zip(examples, dropped, strict=True)
         ]
-        # One from each of `size` equal parts of the schedule: the loss varies less from step to
-        # step than with independent draws.
-        places = (draws.permutation(size) + draws.random(size)) / size
+        timesteps = spread_timesteps(draws, size, self.timesteps)
         return {
             "latents": self.latents[[i for i, _ in examples]] * self.scaling_factor,
             "noise": draws.standard_normal((size, *self.latents.shape[1:]), "float32"),
-            "timesteps": (self.timesteps.start + places * len(self.timesteps)).astype("int32"),
+            "timesteps": timesteps,
             "tokens": self.tokenize(captions),
         }
 
@@ -97,6 +109,9 @@ class ReadingBatches(Batches):
         return {"tokens": self.tokenize(captions), "answers": np.array(answers, "int32")}
 
 
-def to_model(pictures: np.ndarray) -> np.ndarray:
-    """uint8 → float32 in [-1, 1]."""
-    return pictures.astype("float32") / 127.5 - 1.0
+def spread_timesteps(draws: np.random.Generator, size: int, among: range) -> np.ndarray:
+    """One from each of `size` equal parts of them, in any order: each is uniformly distributed,
+    and the loss varies less from step to step than with independent draws.
+    """
+    places = (draws.permutation(size) + draws.random(size)) / size
+    return (among.start + places * len(among)).astype("int32")

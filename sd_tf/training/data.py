@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sd_tf.pictures import PictureError, open_picture, square
 from sd_tf.training import world
 from sd_tf.training.settings import TrainingError
 
@@ -95,23 +95,7 @@ class Captioned:
 
 
 def read_picture(picture: bytes | Path, size: int) -> np.ndarray:
-    """Turned upright, made RGB, its middle cut out as a square, scaled to `size`."""
-    with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as image:
-        upright = ImageOps.exif_transpose(image)
-        return np.asarray(ImageOps.fit(to_rgb(upright), (size, size), Image.Resampling.LANCZOS))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """What is transparent becomes white, 16 bits become 8; every other mode as Pillow has it."""
-    if image.mode.startswith("I"):
-        levels = np.asarray(image).astype("float64")
-        is_16_bit = image.mode != "I" or levels.max() > 255  # "I" has 32, its values any range
-        scale = 255.0 / 65535.0 if is_16_bit else 1.0
-        return Image.fromarray(np.round(levels * scale).clip(0, 255).astype("uint8")).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-    return image.convert("RGB")
+    return np.asarray(square(open_picture(picture), size))
 
 
 def open_source(path: str | Path, size: int, on_error: str = "refuse", **columns) -> Captioned:
@@ -158,10 +142,8 @@ def problem_of(picture: bytes | Path | None, caption: str | None) -> str | None:
         return f"the picture is no bytes but {type(picture).__name__}"
     try:
         read_picture(picture, size=1)
-    except UnidentifiedImageError:
-        return "this is not a picture"
-    except Exception as error:  # Pillow has many ways to say damaged, or too large
-        return f"the picture is damaged ({error})"
+    except PictureError as error:
+        return str(error)
     return None
 
 

@@ -12,7 +12,7 @@ class Average:
 
     def __init__(self, variables, averaging: Averaging, steps: int):
         self.followed = list(variables)
-        self.start = round(averaging.start * steps)
+        self.start = averaging.first_step(steps)
         self.half_life = averaging.half_life
         self.variables = [
             # Through NumPy: a step gives away its buffers, so each variable needs its own.
@@ -28,3 +28,27 @@ class Average:
         for average, variable in zip(self.variables, self.followed, strict=True):
             value = ops.cast(variable, "float32")
             average.assign(value + keep * (ops.convert_to_tensor(average) - value))
+
+    def exchange(self) -> None:
+        """The average into the models, and their weights in its place; a second time, back."""
+        for variable, average in zip(self.followed, self.variables, strict=True):
+            value, averaged = np.array(variable), np.array(average)
+            variable.assign(averaged)
+            average.assign(value)
+
+
+class Averages:
+    """Several averages of one run. They do not touch what the run learns, so each is the one that a
+    run of its own would have had.
+    """
+
+    def __init__(self, variables, averagings: dict[str, Averaging], steps: int):
+        self.each = {name: Average(variables, a, steps) for name, a in averagings.items()}
+        self.variables = [v for average in self.each.values() for v in average.variables]
+
+    def update(self, step):
+        for average in self.each.values():
+            average.update(step)
+
+    def exchange(self) -> None:
+        """None of them is the run's own: the last weights stay in place."""

@@ -8,11 +8,10 @@ from sd_tf.generate import contact_sheet
 from sd_tf.training.batches import LatentBatches
 from sd_tf.training.data import Source
 from sd_tf.training.latents import cached_latents
-from sd_tf.training.losses import Denoising
-from sd_tf.training.painter import Painter
+from sd_tf.training.lesson import Lesson
+from sd_tf.training.losses import Denoising, recomputed
 from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.trainer import Run
-from sd_tf.weights import Checkpoint, save_folder
+from sd_tf.weights import Checkpoint
 
 SAMPLES = 9
 
@@ -44,6 +43,8 @@ def finetune(
     vae = checkpoint.build("vae")
     latents = cached_latents(vae, source, folder, report)
     unet = checkpoint.build("unet", settings.precision)
+    if settings.gradient_checkpointing:
+        recomputed(unet)
     text_encoder = checkpoint.build("text_encoder", settings.precision)
     text_encoder.trainable = options.train_text_encoder
     tokenizer = checkpoint.tokenizer()
@@ -56,16 +57,12 @@ def finetune(
         options.caption_dropout,
         options.first_timestep,
     )
+    loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
+    models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
+    lesson = Lesson(config, tokenizer, models, loss, batches)
     prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
-    painter = Painter(config, text_encoder, unet, vae, tokenizer)
 
     def sample(step):
-        contact_sheet(painter.draw(prompts)).save(folder / f"{step:06d}.png")
+        contact_sheet(lesson.painter.draw(prompts)).save(folder / f"{step:06d}.png")
 
-    loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
-    Run(loss, batches, settings, folder, report, sample).train()
-    target = folder / "checkpoint"
-    models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    save_folder(target, config, models, {"text_encoder": tokenizer}, options.save_dtype)
-    report(f"saved {target}")
-    return target
+    return lesson.learn(settings, folder, options.save_dtype, report, sample)

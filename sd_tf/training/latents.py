@@ -1,12 +1,12 @@
-"""All pictures of a source through the encoder once, kept in a file beside the run."""
+"""All pictures of a source through the encoder once, kept in files beside the run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 from keras import ops
 
-from sd_tf.training.batches import to_model
+from sd_tf.pictures import to_model
 from sd_tf.training.data import Source
 from sd_tf.training.settings import TrainingError
 
@@ -35,13 +35,20 @@ def cached_latents(
 
 
 def _encoded(vae, pictures: Source) -> np.ndarray:
-    height, width, _ = pictures.picture(0).shape
+    parts = posteriors(vae, pictures.picture, len(pictures))
+    return np.concatenate([mean.astype("float16") for mean, _ in parts])
+
+
+def posteriors(
+    vae, picture: Callable[[int], np.ndarray], count: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Mean and standard deviation of pictures 0 to `count`, some at a time."""
+    height, width, _ = picture(0).shape
     size = max(1, PIXELS_AT_ONCE // (height * width))
-    parts = []
-    for start in range(0, len(pictures), size):
+    for start in range(0, count, size):
         # The last batch is filled up: every batch of one size is compiled once.
-        indices = [min(start + i, len(pictures) - 1) for i in range(size)]
-        images = to_model(np.stack([pictures.picture(i) for i in indices]))
-        mean = ops.convert_to_numpy(vae.encode(ops.convert_to_tensor(images))[0])
-        parts.append(mean[: len(pictures) - start].astype("float16"))
-    return np.concatenate(parts)
+        indices = [min(start + i, count - 1) for i in range(size)]
+        images = to_model(np.stack([picture(i) for i in indices]))
+        mean, log_variance = vae.encode(ops.convert_to_tensor(images))
+        parts = (mean, ops.exp(0.5 * log_variance))
+        yield tuple(ops.convert_to_numpy(part)[: count - start] for part in parts)

@@ -7,7 +7,8 @@ import numpy as np
 from keras import ops
 
 from sd_tf.config import END_TOKEN, ScheduleConfig
-from sd_tf.models.layers import Block, dense
+from sd_tf.models.attention import SpatialTransformer
+from sd_tf.models.layers import Block, ResnetBlock, dense
 from sd_tf.sampling.tables import abar
 
 
@@ -34,7 +35,8 @@ class Autoencoding(Block):
 class Denoising(Block):
     """Latents with noise added, back to the noise or to v; the text encoder learns along.
 
-    Weighted by min(SNR, `min_snr`) (Hang et al. 2023), or evenly where that is None.
+    Weighted by min(SNR, `min_snr`) (Hang et al. 2023), or evenly where that is None. Without a text
+    encoder the batch brings what one gave.
     """
 
     def __init__(self, unet, text_encoder, schedule: ScheduleConfig, min_snr: float | None = 5.0):
@@ -52,7 +54,9 @@ class Denoising(Block):
         )
 
     def call(self, batch):
-        """batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77)."""
+        """batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or context
+        (B, 77, D), and perhaps what stands beside the noisy latents, (B, h, w, C').
+        """
         timesteps = batch["timesteps"]
 
         def at(table):
@@ -61,7 +65,11 @@ class Denoising(Block):
         latents, noise = batch["latents"], batch["noise"]
         alpha, sigma = at(self.alpha), at(self.sigma)
         noisy = alpha * latents + sigma * noise
-        context = self.text_encoder(batch["tokens"])["context"]
+        context = batch.get("context")
+        if self.text_encoder is not None:
+            context = self.text_encoder(batch["tokens"])["context"]
+        if "beside" in batch:
+            noisy = ops.concatenate([noisy, batch["beside"]], axis=-1)
         output = ops.cast(self.unet(noisy, timesteps, context), "float32")
         target = noise
         if self.prediction == "v_prediction":
@@ -69,6 +77,35 @@ class Denoising(Block):
         squared = ops.square(output - target)
         loss = ops.mean(at(self.weight) * squared)
         return loss, {"loss": loss, "mse": ops.mean(squared)}
+
+
+class Editing(Block):
+    """InstructPix2Pix: the picture after, from noise, beside the picture before.
+
+    Of the picture after a sample of the encoder's posterior is taken, scaled; of the one before
+    the mode, not scaled. Without a VAE the batch brings what one gave.
+    """
+
+    def __init__(self, denoising: Denoising, vae, scaling_factor: float):
+        super().__init__()
+        self.denoising, self.vae = denoising, vae
+        self.scaling_factor = scaling_factor
+
+    def call(self, batch):
+        """batch: what `Denoising` wants but latents and beside; before and after (B, H, W, 3), or
+        their latents mode, mean and deviation (B, h, w, C); posterior (B, h, w, C), unit noise;
+        has_picture (B,), 1.0, or 0.0 where the picture before is dropped.
+        """
+        if self.vae is None:
+            mode, mean, deviation = (batch[name] for name in ("mode", "mean", "deviation"))
+        else:
+            mode = self.vae.encode(batch["before"])[0]
+            mean, log_variance = self.vae.encode(batch["after"])
+            deviation = ops.exp(0.5 * ops.cast(log_variance, "float32"))
+        mode, mean, deviation = (ops.cast(x, "float32") for x in (mode, mean, deviation))
+        latents = (mean + deviation * batch["posterior"]) * self.scaling_factor
+        beside = mode * ops.reshape(batch["has_picture"], (-1, 1, 1, 1))
+        return self.denoising({**batch, "latents": latents, "beside": beside})
 
 
 class Reading(Block):
@@ -106,3 +143,13 @@ class Reading(Block):
 def freeze(model: keras.layers.Layer) -> keras.layers.Layer:
     model.trainable = False
     return model
+
+
+def recomputed(unet: keras.layers.Layer) -> keras.layers.Layer:
+    """Gradient checkpointing: its blocks keep nothing but their inputs for the way back, and are
+    computed a second time there.
+    """
+    for layer in unet._flatten_layers():
+        if isinstance(layer, ResnetBlock | SpatialTransformer):
+            layer.call = keras.remat(layer.call)
+    return unet

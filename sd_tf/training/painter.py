@@ -4,8 +4,9 @@ import numpy as np
 from keras import ops
 
 from sd_tf.config import PipelineConfig
+from sd_tf.pictures import to_model
 from sd_tf.sampling import noise
-from sd_tf.sampling.loop import denoise, empty_history, guide
+from sd_tf.sampling.loop import denoise, empty_history, guide, guide_edit
 from sd_tf.sampling.tables import steps
 
 
@@ -18,21 +19,52 @@ class Painter:
 
     def draw(self, prompts, num_steps: int = 20, guidance_scale: float = 4.0) -> np.ndarray:
         """uint8 (N, H, W, 3); picture i has seed i."""
-        schedule = self.config.schedule
-        run = steps(schedule, schedule.sampler, num_steps)
         count, side = len(prompts), self.config.unet.sample_size
-        shape = (side, side, self.config.vae.latent_channels)
-        texts = [*[""] * count, *prompts]
-        context = self.text_encoder(ops.convert_to_tensor(self.tokenizer(texts)))["context"]
+        context = self._context([*[""] * count, *prompts])
 
         def predict(x, timestep):
-            timesteps = ops.full((2 * count,), timestep)
-            output = ops.cast(self.unet(ops.concatenate([x, x]), timesteps, context), "float32")
+            output = self._output(ops.concatenate([x, x]), timestep, context)
             return guide(*ops.split(output, 2), guidance_scale)
 
+        return self._walk(predict, (count, side, side), num_steps)
+
+    def edit(
+        self,
+        instructions,
+        pictures: np.ndarray,
+        num_steps: int = 20,
+        guidance_scale: float = 7.5,
+        image_guidance_scale: float = 1.5,
+    ) -> np.ndarray:
+        """uint8 (N, H, W, 3) of the same; picture i has seed i."""
+        count = len(instructions)
+        context = self._context([*instructions, *[""] * (2 * count)])
+        before = self.vae.encode(ops.convert_to_tensor(to_model(pictures)))[0]
+        before = ops.cast(before, "float32")
+        beside = ops.concatenate([before, before, ops.zeros_like(before)])
+
+        def predict(x, timestep):
+            x = ops.concatenate([ops.concatenate([x] * 3), beside], axis=-1)
+            outputs = ops.split(self._output(x, timestep, context), 3)
+            return guide_edit(*outputs, guidance_scale, image_guidance_scale)
+
+        return self._walk(predict, before.shape[:3], num_steps)
+
+    def _context(self, texts):
+        return self.text_encoder(ops.convert_to_tensor(self.tokenizer(texts)))["context"]
+
+    def _output(self, x, timestep, context):
+        timesteps = ops.full((x.shape[0],), timestep)
+        return ops.cast(self.unet(x, timesteps, context), "float32")
+
+    def _walk(self, predict, shape, num_steps) -> np.ndarray:
+        """From noise to pictures; `shape`: (N, h, w) of the latents."""
+        schedule = self.config.schedule
+        run = steps(schedule, schedule.sampler, num_steps)
         rows = ops.convert_to_tensor(run.rows.astype("float32"))
-        seeds = ops.arange(count, dtype="int32")
-        x = noise.normal(seeds, noise.INITIAL, shape) * run.initial_scale
+        seeds = ops.arange(shape[0], dtype="int32")
+        latent = (*shape[1:], self.config.vae.latent_channels)
+        x = noise.normal(seeds, noise.INITIAL, latent) * run.initial_scale
         past = empty_history(x)
         # One step at a time: this is not compiled, and a loop need not be traced.
         for i in range(run.calls):

@@ -15,6 +15,10 @@ class Averaging:
     start: float | None = 0.0  # share of the run before it begins; None: no average at all
     half_life: float = 1000.0  # in steps; early on shorter, a tenth of the average's age
 
+    def first_step(self, steps: int) -> int:
+        """Of a run of so many."""
+        return round(self.start * steps)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,6 +35,7 @@ class Settings:
     clip_norm: float | None = 1.0  # of the whole gradient
     averaging: Averaging = Averaging()
     precision: str = "float32"  # float32 | mixed_bfloat16: variables stay float32
+    gradient_checkpointing: bool = False  # of the UNet's blocks: less memory, more time
     jit_compile: bool = True
     seed: int = 0
     log_every: int = 20

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from sd_tf.training.hosts import placed
 from sd_tf.training.settings import Settings
 
 
@@ -98,22 +99,9 @@ def _jax_step(loss, optimizer, average, trained, settings):
         step = jax.jit(step, donate_argnums=0)
 
     def run(batch):
-        state, figures = step([v.value for v in variables], _placed(batch))
+        state, figures = step([v.value for v in variables], placed(batch))
         for variable, value in zip(variables, state, strict=True):
             variable._value = value
         return {name: np.asarray(value) for name, value in figures.items()}
 
     return run
-
-
-def _placed(batch):
-    """Divided among the devices, where Keras was told to use several."""
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return batch
-    return {
-        name: keras.distribution.distribute_tensor(
-            value, distribution.get_data_layout(np.shape(value))
-        )
-        for name, value in batch.items()
-    }

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from sd_tf.training.batches import Batch
 from sd_tf.training.ema import Average
+from sd_tf.training.hosts import this_host
 from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.step import compiled_step, state_of
 
@@ -54,23 +55,36 @@ class Run:
     folder: Path
     report: Report = print
     sample: Callable[[int], None] | None = None  # called with the step, averaged weights in place
+    average: Average | None = None  # one of the caller's, where the settings have none
 
     def __post_init__(self):
         self.settings.check()
+        self.host = this_host()
+        if self.host.count > 1 and self.settings.sample_every:
+            raise TrainingError("Sample sheets are drawn on one host: leave sample_every at 0.")
         self.folder.mkdir(parents=True, exist_ok=True)
-        trained = self.loss.trainable_variables
-        self.optimizer = optimizer_for(self.settings, trained)
-        averaging = self.settings.averaging
-        self.average = None
-        if averaging.start is not None:
-            self.average = Average(trained, averaging, self.settings.steps)
+        self.optimizer = optimizer_for(self.settings, self.loss.trainable_variables)
+        self._compile()
+        self._begin_average(0)
+
+    def _compile(self) -> None:
         self.run_step = compiled_step(self.loss, self.optimizer, self.average, self.settings)
+
+    def _begin_average(self, step: int) -> None:
+        """From its first step on; until then it costs neither time nor memory."""
+        averaging, steps = self.settings.averaging, self.settings.steps
+        if self.average is not None or averaging.start is None:
+            return
+        if step >= averaging.first_step(steps):
+            self.average = Average(self.loss.trainable_variables, averaging, steps)
+            self._compile()
 
     def train(self) -> None:
         """Leaves the averaged weights, where there are any, in the models."""
         first, last = self.resume(), self.settings.steps
-        with Progress(self.folder, self.settings, first, self.report) as progress:
+        with Progress(self, first) as progress:
             for done, batch in enumerate(self._prefetched(first, last), start=first + 1):
+                self._begin_average(done - 1)
                 progress.add(self.run_step(batch))
                 if done % self.settings.log_every == 0 or done == last:
                     progress.tell(done)
@@ -103,17 +117,15 @@ class Run:
             self._exchange()
 
     def _exchange(self):
-        if self.average is None:
-            return
-        for variable, average in zip(self.average.followed, self.average.variables, strict=True):
-            value, averaged = np.array(variable), np.array(average)
-            variable.assign(averaged)
-            average.assign(value)
+        if self.average is not None:
+            self.average.exchange()
 
     # Checkpoints
 
     def save(self, step: int) -> None:
         """All at once or not at all."""
+        if not self.host.is_first:
+            return
         variables = state_of(self.loss, self.optimizer, self.average)
         path = self.folder / STATE_FILE
         unfinished = path.with_suffix(".unfinished")
@@ -129,7 +141,6 @@ class Run:
         path = self.folder / STATE_FILE
         if not path.exists():
             return 0
-        variables = state_of(self.loss, self.optimizer, self.average)
         with safe_open(path, framework="numpy") as stored:
             metadata = stored.metadata()
             if json.loads(metadata["settings"]) != self.settings.record():
@@ -137,6 +148,9 @@ class Run:
                     f"{path} belongs to a run with other settings. Choose another --out, or "
                     f"repeat the settings: {metadata['settings']}"
                 )
+            step = int(metadata["step"])
+            self._begin_average(step - 1)
+            variables = state_of(self.loss, self.optimizer, self.average)
             if len(stored.keys()) != len(variables):
                 raise TrainingError(
                     f"{path} holds {len(stored.keys())} tensors, this run has {len(variables)}: "
@@ -144,7 +158,6 @@ class Run:
                 )
             for key, variable in zip(sorted(stored.keys()), variables, strict=True):
                 variable.assign(stored.get_tensor(key))
-        step = int(metadata["step"])
         self.report(f"resumed at step {step} from {path}")
         return step
 
@@ -152,18 +165,21 @@ class Run:
 class Progress:
     """The figures of a run: means since the last line, on the screen, in a log, in TensorBoard."""
 
-    def __init__(self, folder: Path, settings: Settings, first: int, report: Report):
-        self.folder, self.settings, self.first, self.report = folder, settings, first, report
-        self.seen = []
+    def __init__(self, run: Run, first: int):
+        self.folder, self.settings, self.report = run.folder, run.settings, run.report
+        self.first, self.seen = first, []
+        self.is_told = run.host.is_first
 
     def __enter__(self):
-        self.board = Board(self.folder / BOARD_FOLDER)
-        self.log = (self.folder / LOG_FILE).open("a", encoding="utf-8")
         self.start = self.since = time.perf_counter()
+        if self.is_told:
+            self.board = Board(self.folder / BOARD_FOLDER)
+            self.log = (self.folder / LOG_FILE).open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *_):
-        self.log.close()
+        if self.is_told:
+            self.log.close()
 
     def add(self, figures: dict) -> None:
         self.seen.append(figures)
@@ -183,6 +199,8 @@ class Progress:
         examples = len(self.seen) * self.settings.batch_size
         figures["examples_per_second"] = examples / (now - self.since)
         self.seen, self.since = [], now
+        if not self.is_told:
+            return
         left = (now - self.start) / (done - self.first) * (steps - done)
         text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
         self.report(f"step {done}/{steps}: {text}, {left / 60:.1f} min left")

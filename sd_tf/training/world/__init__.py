@@ -6,6 +6,7 @@ back by geometry, so that a model is judged by what it drew and not by another m
 
 from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
 from sd_tf.training.world.draw import draw
+from sd_tf.training.world.edits import Edit, followed, sample_edit, untouched
 from sd_tf.training.world.oracle import Reading, judge, read
 from sd_tf.training.world.places import QUESTIONS, answers
 from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
@@ -14,6 +15,7 @@ __all__ = [
     "QUESTIONS",
     "Ask",
     "AskedThing",
+    "Edit",
     "Reading",
     "Scene",
     "Thing",
@@ -22,8 +24,11 @@ __all__ = [
     "describe",
     "draw",
     "example",
+    "followed",
     "judge",
     "prompts",
     "read",
+    "sample_edit",
     "sample_scene",
+    "untouched",
 ]

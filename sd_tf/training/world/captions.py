@@ -91,10 +91,10 @@ def describe(scene: Scene, index: int, seed: int = 0, complete: bool = False) ->
 
 def phrase(ask: Ask, choose: Callable[[tuple[str, ...]], str]) -> str:
     """The words for what is asked, of which `choose` takes one among several."""
-    subject = _noun(ask.things[0])
+    subject = noun(ask.things[0])
     if len(ask.things) == 2:
         relation = choose(RELATION_PHRASES[ask.relation])
-        subject = f"{subject} {relation} {_noun(ask.things[1])}"
+        subject = f"{subject} {relation} {noun(ask.things[1])}"
     if ask.position is not None:
         subject = f"{subject} {choose(POSITION_PHRASES[ask.position])}"
     opening = choose(OPENINGS)
@@ -133,7 +133,7 @@ def prompts(
     return [(caption, ask) for ask, caption in found.items()]
 
 
-def _noun(thing: AskedThing) -> str:
+def noun(thing: AskedThing) -> str:
     words = " ".join(word for word in (thing.size, thing.colour, thing.shape) if word is not None)
     return f"{_article(words)} {words}"
 

@@ -1,5 +1,6 @@
 """What can be in a picture, as data, and the endless series of scenes drawn from it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,14 +99,14 @@ def sample_scene(
     rng = np.random.default_rng([seed, index, SPLITS.index(split), things or 0])
     if things is None:
         things = 1 + int(rng.integers(2))
-    background = _choice(rng, BACKGROUNDS)
+    background = choice(rng, BACKGROUNDS)
     return (_sample_one if things == 1 else _sample_two)(rng, split, background)
 
 
 def _sample_one(rng: np.random.Generator, split: str, background: str) -> Scene:
-    shape, colour = _choice(rng, _TRAIN_PAIRS if split == "train" else _HELD_OUT_PAIRS)
+    shape, colour = choice(rng, _TRAIN_PAIRS if split == "train" else _HELD_OUT_PAIRS)
     size, radius = _sample_size(rng)
-    position = _choice(rng, tuple(POSITIONS))
+    position = choice(rng, tuple(POSITIONS))
     x, y = np.array(POSITIONS[position]) + rng.uniform(-POSITION_JITTER, POSITION_JITTER, 2)
     thing = Thing(shape, colour, size, float(x), float(y), radius)
     return Scene(background, (thing,), position, None)
@@ -114,7 +115,7 @@ def _sample_one(rng: np.random.Generator, split: str, background: str) -> Scene:
 def _sample_two(rng: np.random.Generator, split: str, background: str) -> Scene:
     pairs = _sample_pairs(rng, split)
     sizes = [_sample_size(rng) for _ in pairs]
-    relation = _choice(rng, tuple(RELATIONS))
+    relation = choice(rng, tuple(RELATIONS))
     axis, sign = RELATIONS[relation]
     radii = [radius for _, radius in sizes]
 
@@ -143,15 +144,15 @@ def _sample_pairs(rng: np.random.Generator, split: str) -> list[tuple[str, str]]
         if rng.integers(2):
             pools.reverse()
     while True:
-        first, second = (_choice(rng, pool) for pool in pools)
+        first, second = (choice(rng, pool) for pool in pools)
         if first[0] != second[0] and first[1] != second[1]:
             return [first, second]
 
 
 def _sample_size(rng: np.random.Generator) -> tuple[str, float]:
-    size = _choice(rng, tuple(SIZES))
+    size = choice(rng, tuple(SIZES))
     return size, float(SIZES[size] * (1 + rng.uniform(-RADIUS_JITTER, RADIUS_JITTER)))
 
 
-def _choice(rng: np.random.Generator, options: tuple):
+def choice(rng: np.random.Generator, options: Sequence):
     return options[rng.integers(len(options))]
