@@ -15,8 +15,9 @@ import pytest
 
 from sd_tf import bench
 from sd_tf.bench import BenchError, Options, report, timing
+from sd_tf.bench.__main__ import main as commands
 from sd_tf.manifest import Manifest
-from tests.exports import shared_export
+from tests.exports import micro_export, shared_export
 
 ROOT = Path(__file__).parent.parent
 PROMPT = 'a <b>red</b> bicycle & "a hat"'
@@ -324,3 +325,26 @@ def test_kerascv_with_random_weights(tmp_path):
     np.testing.assert_allclose(stages, variant["warm"]["median"], rtol=0.02)
     assert variant["peak_memory_bytes"] > 3.4e9  # the UNet alone
     assert (tmp_path / "kerascv.html").read_text(encoding="utf-8").count("data:image/png") == 2
+
+
+# What comes before and around the compiled code
+
+
+def test_starts(tmp_path, capsys):
+    file = tmp_path / "starts.json"
+    flags = ["--num_steps", "1", "--rounds", "1", "--calls", "2", "--json", str(file)]
+    assert commands(["starts", "--export_dir", str(micro_export()), *flags]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert f"filled / without: {found['starts']['ratio']:.2f}" in printed
+    assert f"host's share: {found['host']['percent']:.1f} %" in printed
+    seconds = {name: found["starts"][name]["median"] for name in ("without", "filling", "filled")}
+    assert min(seconds.values()) > 0.5, "a process that imports TensorFlow"
+    assert 0 < found["host"]["compiled"]["median"] < min(seconds.values())
+
+
+def test_wrong_starts(capsys):
+    assert commands(["starts", "--export_dir", "x", "--calls", "0"]) == 1
+    assert "--calls is at least 1. Received: 0" in capsys.readouterr().err
+    assert commands(["starts", "--export_dir", "/none"]) == 1
+    assert "/none is not an export" in capsys.readouterr().err

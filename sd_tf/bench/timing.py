@@ -100,9 +100,10 @@ def saved_models() -> Callable[[Job], Call]:
             job.export_dir, jit_compile=job.jit_compile, compile_cache=job.compile_cache
         )
         pictures = {}
-        if pipe.manifest.latent_inputs == "mask_and_image":  # paint the whole of a grey picture
-            shape = (job.height, job.width)
-            pictures = {"image": np.full((*shape, 3), 128, "uint8")}
+        shape = (job.height, job.width)
+        if pipe.manifest.latent_inputs != "none":  # edit a grey picture, or paint all of it
+            pictures["image"] = np.full((*shape, 3), 128, "uint8")
+        if pipe.manifest.latent_inputs == "mask_and_image":
             pictures["mask"] = np.full(shape, 255, "uint8")
 
         def call():

@@ -28,6 +28,11 @@ class Job:
     export_dir: str | None = None  # of ours
     ir_dir: str | None = None  # of OpenVINO's
     inputs: str | None = None  # None: the stages are not wanted
+    trains: bool = False  # then the engine is one of TRAINERS
+
+    @property
+    def kind(self) -> "Kind":
+        return (TRAINERS if self.trains else KINDS)[self.engine]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Loaded:
     """An engine, ready. `draw(steps)` makes a picture and gives the seconds of one step in it."""
 
     stages: dict[str, Stage]
-    draw: Callable[[int], float]
+    draw: Callable[[int], float] | None
     compile_seconds: float = 0.0  # where the engine compiles as it loads
     matmul: Callable[[], dict[str, float]] | None = None  # GFLOP/s by size and kind
     device_memory: Callable[[], int | None] = lambda: None  # the peak
@@ -75,3 +80,12 @@ KINDS = {
     "jax": Kind("sd_tf on JAX", "jax_models", backend="jax"),
 }
 PEERS = tuple(name for name in KINDS if name != OURS)
+# One update of the weights: `stages` is {UPDATE: …} alone, whose output is the loss.
+UPDATE = "update"
+TRAINERS = {
+    "ours": Kind("sd_tf, TensorFlow + XLA", "our_updates"),
+    "ours_jax": Kind("sd_tf, JAX", "our_updates", backend="jax"),
+    "torch": Kind("diffusers, PyTorch eager", "pytorch_updates"),
+    "torch_channels_last": Kind("the same, channels_last", "pytorch_updates"),
+    "torch_compile": Kind("diffusers, torch.compile", "pytorch_updates"),
+}

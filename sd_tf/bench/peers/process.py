@@ -10,7 +10,7 @@ from pathlib import Path
 
 import sd_tf
 from sd_tf.bench import LOG_LINES, BenchError
-from sd_tf.bench.peers.engine import KINDS, Job
+from sd_tf.bench.peers.engine import Job
 
 HOME = Path(sd_tf.__file__).parent.parent
 PATIENCE = 60  # seconds that a worker may take to end
@@ -23,7 +23,7 @@ def environment(job: Job) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": path,
-        "KERAS_BACKEND": KINDS[job.engine].backend,
+        "KERAS_BACKEND": job.kind.backend,
         "OMP_NUM_THREADS": str(job.threads),
         "TF_NUM_INTRAOP_THREADS": str(job.threads),
         "JAX_PLATFORMS": "cuda" if gpu else "cpu",
@@ -38,7 +38,7 @@ class Process:
     """A worker, ended with the `with` block."""
 
     def __init__(self, job: Job, log: Path):
-        self.job, self.label, self._log = job, KINDS[job.engine].label, log
+        self.job, self.label, self._log = job, job.kind.label, log
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "sd_tf.bench.peers.worker"]
         with open(log, "wb") as file:

@@ -16,12 +16,17 @@ VERDICTS = {True: "met", False: "not met", None: "not measured"}
 
 
 def write(results: dict, folder: Path, name: str, page: str) -> list[Path]:
+    figures, shown = write_json(results, folder, name), folder / f"{name}.html"
+    shown.write_text(page, encoding="utf-8")
+    return [figures, shown]
+
+
+def write_json(results: dict, folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     content = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
-    paths = [folder / f"{name}.json", folder / f"{name}.html"]
-    for path, text in zip(paths, (content + "\n", page), strict=True):
-        path.write_text(text, encoding="utf-8")
-    return paths
+    path.write_text(content + "\n", encoding="utf-8")
+    return path
 
 
 # Figures in words

@@ -18,7 +18,7 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from sd_tf.bench.peers.engine import KINDS, Job, Loaded  # noqa: E402
+from sd_tf.bench.peers.engine import Job, Loaded  # noqa: E402
 from sd_tf.bench.timing import peak_memory, timed  # noqa: E402
 
 
@@ -48,7 +48,7 @@ class Worker:
 
     def load(self) -> dict:
         """Seconds since Python began, without what the engine compiles as it loads."""
-        name = f"sd_tf.bench.peers.engines.{KINDS[self.job.engine].module}"
+        name = f"sd_tf.bench.peers.engines.{self.job.kind.module}"
         self._loaded = loaded = importlib.import_module(name).load(self.job)
         return {
             "load_seconds": time.perf_counter() - START - loaded.compile_seconds,

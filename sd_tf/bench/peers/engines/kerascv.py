@@ -1,6 +1,6 @@
 """KerasCV's pipeline, its parts compiled by XLA, with the checkpoint's weights put in."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import keras_cv
 import numpy as np
@@ -11,11 +11,9 @@ from sd_tf.bench.kerascv import MAX_PROMPT_LENGTH, PARTS, VOCABULARY, Stopwatch
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
-from sd_tf.config import PipelineConfig
 from sd_tf.weights import Checkpoint, StoredTensor, kerascv, open_checkpoint
 from sd_tf.weights.tensors import shortened
 
-Places = Iterable[tuple[str, StoredTensor]]
 kcv = keras_cv.models.stable_diffusion
 
 
@@ -69,13 +67,13 @@ def _stages(model, given: dict[str, np.ndarray]) -> dict[str, Stage]:
 
 def text_encoder(checkpoint: Checkpoint):
     model = kcv.TextEncoder(MAX_PROMPT_LENGTH, download_weights=False)
-    fill(kerascv._text_arrays(model, checkpoint.config), checkpoint.tensors("text_encoder"))
+    fill(kerascv.text_places(model, checkpoint.config), checkpoint.tensors("text_encoder"))
     return model
 
 
 def diffusion_model(checkpoint: Checkpoint, height: int, width: int):
     model = kcv.DiffusionModel(height, width, MAX_PROMPT_LENGTH, download_weights=False)
-    fill(kerascv._unet_arrays(model, checkpoint.config), checkpoint.tensors("unet"))
+    fill(kerascv.unet_places(model, checkpoint.config), checkpoint.tensors("unet"))
     return model
 
 
@@ -86,19 +84,11 @@ def decoder(checkpoint: Checkpoint, height: int, width: int):
         for name, tensor in checkpoint.tensors("vae").items()
         if name.startswith(("decoder.", "post_quant_conv."))
     }
-    fill(_decoder_places(model, checkpoint.config), tensors)
+    fill(kerascv.decoder_places(model, checkpoint.config), tensors)
     return model
 
 
-def _decoder_places(model, config: PipelineConfig) -> Places:
-    levels, resnets = len(config.vae.channels), config.vae.layers_per_block + 1
-    blocks = [f"up_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets)]
-    convs = [f"decoder.up_blocks.{i}.upsamplers.0.conv" for i in range(levels - 1)]
-    convs = ["post_quant_conv", "decoder.conv_in", *convs, "decoder.conv_out"]
-    return kerascv._half_vae("decoder", model, [*kerascv.MID_RESNETS, *blocks], convs)
-
-
-def fill(places: Places, tensors: Mapping[str, StoredTensor]) -> None:
+def fill(places: kerascv.Places, tensors: Mapping[str, StoredTensor]) -> None:
     """Every variable from its tensor, every tensor used."""
     places = dict(places)
     if different := places.keys() ^ tensors.keys():
@@ -107,10 +97,8 @@ def fill(places: Places, tensors: Mapping[str, StoredTensor]) -> None:
             f"Received, without a counterpart: {shortened(different)}"
         )
     for name, place in places.items():
-        variable, axes = place.read.args  # of `_take`: where this place is, and its layout
-        if tensors[name].size != place.size:
+        if tensors[name].size != np.prod(place.shape):
             raise BenchError(
                 f"{name} has the shape {place.shape} in KerasCV. Received: {tensors[name].shape}"
             )
-        stored = tensors[name].read().reshape(place.shape)
-        variable.assign(np.transpose(stored, np.argsort(axes)))
+        place.fill(tensors[name].read())

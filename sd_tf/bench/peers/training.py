@@ -1,0 +1,152 @@
+"""`python -m sd_tf.bench training`: updates of a UNet's weights, ours and PyTorch's, in turn."""
+
+import argparse
+import os
+import statistics
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from sd_tf.bench import BenchError
+from sd_tf.bench.peers import apart, report
+from sd_tf.bench.peers.engine import TRAINERS, UPDATE, Job
+from sd_tf.bench.peers.measure import versions
+from sd_tf.bench.peers.process import Process
+from sd_tf.bench.report import gigabytes, hardware, machine
+from sd_tf.checkpoints import TINY_FOLDER
+
+OURS = "ours"
+TOLERANCE = 1e-3  # of the first loss
+STEPS = 1000  # of the run that an update is thought to be part of
+HEAD = ("", "examples/s", "update, ms", "from", "to", "theirs / ours", "first loss", "peak GB")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", default=str(TINY_FOLDER), help="Diffusers folder. Default: the tiny one."
+    )
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=15, help="Turns of each. Default: 15.")
+    parser.add_argument("--engines", type=lambda text: text.split(","), default=list(TRAINERS))
+    parser.add_argument("--work", default="out/peers", help="Folder for inputs and logs.")
+    parser.add_argument("--output", type=Path, help="Folder for training.json.")
+
+
+def run(options: argparse.Namespace) -> int:
+    for name, value in (("batch_size", options.batch_size), ("rounds", options.rounds)):
+        if value < 1:
+            raise BenchError(f"--{name} is at least 1. Received: {value}")
+    if unknown := [name for name in options.engines if name not in TRAINERS]:
+        raise BenchError(f"--engines are of {', '.join(TRAINERS)}. Received: {unknown[0]}")
+    engines = list(dict.fromkeys([OURS, *options.engines]))
+    if not (Path(options.checkpoint) / "model_index.json").is_file():
+        raise BenchError(f"--checkpoint is a diffusers folder. Received: {options.checkpoint!r}")
+    load_average = os.getloadavg()
+    work = Path(options.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    inputs = work / "training.npz"
+    apart(write_inputs, inputs, options.checkpoint, options.batch_size)
+    found = measure(engines, options, inputs, work / "logs")
+    results = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checkpoint": options.checkpoint,
+        "batch_size": options.batch_size,
+        "hardware": {**hardware(), "devices": ["CPU"]},
+        "versions": versions(),
+        "load_average": load_average,
+        "engines": found,
+    }
+    print("\n" + table(results))
+    if options.output is not None:
+        print(report.write_json(results, options.output, "training"))
+    return 0
+
+
+def write_inputs(path: Path, checkpoint: str, batch_size: int) -> None:
+    """One batch, as latents and text states computed beforehand would make it."""
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    from sd_tf.weights import open_checkpoint
+
+    unet = open_checkpoint(checkpoint).config.unet
+    if unet.added is not None or unet.in_channels != unet.out_channels:
+        raise BenchError("Updates are compared of text-to-image models with one text encoder.")
+    draws = np.random.default_rng(0)
+    shape = (batch_size, unet.sample_size, unet.sample_size, unet.in_channels)
+    np.savez(
+        path,
+        latents=draws.standard_normal(shape, "float32"),
+        noise=draws.standard_normal(shape, "float32"),
+        timesteps=draws.integers(0, 1000, batch_size).astype("int32"),
+        context=draws.standard_normal((batch_size, 77, unet.context_dim), "float32"),
+    )
+
+
+def measure(engines: list[str], options, inputs: Path, logs: Path) -> dict[str, dict]:
+    """All stay loaded and take turns. Their first losses, from the same weights, are the same."""
+    threads = len(os.sched_getaffinity(0))
+    found = {}
+    with ExitStack() as stack:
+        workers = {}
+        for name in engines:
+            print(f"{TRAINERS[name].label} …", flush=True)
+            job = Job(
+                name,
+                0,
+                0,
+                STEPS,
+                threads,
+                checkpoint=options.checkpoint,
+                inputs=str(inputs),
+                trains=True,
+            )
+            worker = stack.enter_context(Process(job, logs / f"training-{name}.log"))
+            worker.ask("load")
+            loss = logs / f"training-{name}.npy"
+            first = worker.ask("run", stage=UPDATE, save=str(loss))
+            workers[name] = worker
+            found[name] = {
+                "label": TRAINERS[name].label,
+                "first_seconds": first["seconds"],
+                "first_loss": float(np.load(loss)),
+                "seconds": [],
+            }
+            difference = abs(found[name]["first_loss"] / found[OURS]["first_loss"] - 1.0)
+            if difference > TOLERANCE:
+                raise BenchError(
+                    f"{TRAINERS[name].label} computes something else: its first loss is "
+                    f"{found[name]['first_loss']:.6g}, ours {found[OURS]['first_loss']:.6g}."
+                )
+        for worker in workers.values():
+            worker.ask("run", stage=UPDATE)  # warm
+        for _ in range(options.rounds):
+            for name, worker in workers.items():
+                found[name]["seconds"].append(worker.ask("run", stage=UPDATE)["seconds"])
+        for name, worker in workers.items():
+            found[name] |= worker.ask("memory")
+    for record in found.values():
+        pairs = zip(record["seconds"], found[OURS]["seconds"], strict=True)
+        record["examples_per_second"] = options.batch_size / statistics.median(record["seconds"])
+        record["theirs_over_ours"] = statistics.median(theirs / ours for theirs, ours in pairs)
+    return found
+
+
+def table(results: dict) -> str:
+    lines = [list(HEAD)]
+    for record in results["engines"].values():
+        milliseconds = [1e3 * seconds for seconds in record["seconds"]]
+        lines.append(
+            [
+                record["label"],
+                f"{record['examples_per_second']:.1f}",
+                f"{statistics.median(milliseconds):.0f}",
+                f"{min(milliseconds):.0f}",
+                f"{max(milliseconds):.0f}",
+                f"{record['theirs_over_ours']:.2f}",
+                f"{record['first_loss']:.6f}",
+                gigabytes(record["peak_memory_bytes"]),
+            ]
+        )
+    title = f"Updates with {results['batch_size']} examples, float32, {results['checkpoint']}."
+    return "\n".join([title, machine(results), "", *report.columns(lines)])

@@ -1,0 +1,38 @@
+"""`sd_tf.bench training`: the same loss first, then figures of both."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sd_tf.bench.__main__ import main
+from sd_tf.bench.peers import training
+from tests.exports import micro_folder
+
+
+def test_updates_in_turn(tmp_path, capsys):
+    flags = ["--checkpoint", str(micro_folder()), "--batch_size", "2", "--rounds", "2"]
+    places = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "report")]
+    assert main(["training", *flags, *places, "--engines", "torch"]) == 0
+    content = json.loads((tmp_path / "report" / "training.json").read_text())
+    ours, theirs = (content["engines"][name] for name in ("ours", "torch"))
+    assert theirs["first_loss"] == pytest.approx(ours["first_loss"], rel=training.TOLERANCE)
+    assert ours["theirs_over_ours"] == 1.0 and len(theirs["seconds"]) == 2
+    ratios = np.divide(theirs["seconds"], ours["seconds"])
+    assert theirs["theirs_over_ours"] == pytest.approx(np.median(ratios))
+    assert ours["examples_per_second"] == pytest.approx(2 / np.median(ours["seconds"]))
+    assert "diffusers, PyTorch eager" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rounds", "0"], "--rounds is at least 1. Received: 0"),
+        (["--batch_size", "-1"], "--batch_size is at least 1. Received: -1"),
+        (["--engines", "torch,flax"], "--engines are of ours, ours_jax, torch, "),
+        (["--checkpoint", "/none"], "--checkpoint is a diffusers folder. Received: '/none'"),
+    ],
+)
+def test_wrong_flags(flags, message, capsys):
+    assert main(["training", *flags]) == 1
+    assert message in capsys.readouterr().err
