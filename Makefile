@@ -32,6 +32,12 @@ serve: $(VENV)/serve.stamp
 # A random SD1.5, ours beside KerasCV, PyTorch, OpenVINO and JAX: an hour on 2 cores, 20 GB.
 bench-peers: $(VENV)/bench.stamp
 	$(BIN)/python -m sd_tf.bench peers --output out/peers/report
+	$(BIN)/python -m sd_tf.bench starts --export_dir out/peers/exports/512-float32 --num_steps 1 \
+	    --rounds 1 --calls 1 --json out/peers/report/starts-sd1.json
+	test -f exports/tiny/pipeline.json || \
+	    $(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4
+	$(BIN)/python -m sd_tf.bench starts --export_dir exports/tiny \
+	    --json out/peers/report/starts-tiny.json
 
 # Two groups at a time, the longest first; the full-size models come last and alone, because they want
 # the memory. A group is a process, so that what TensorFlow traced and keeps does not pile up.
