@@ -47,12 +47,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tune.add_argument("--train_text_encoder", action="store_true")
     tune.add_argument("--caption_dropout", type=float, default=0.1)
     tune.add_argument("--even_weights", action="store_true", help="no min-SNR weighting")
-    tune.add_argument(
-        "--first_timestep",
-        type=int,
-        default=0,
-        help="train from it on alone: the noisiest decide where things stand",
-    )
     _add_settings(tune)
 
     edit = commands.add_parser(
@@ -138,7 +132,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """`Settings`, and how the checkpoint is saved."""
+    """`Settings`, which noise levels are learnt, and how the checkpoint is saved."""
+    parser.add_argument(
+        "--first_timestep",
+        type=int,
+        default=0,
+        help="train from it on alone: the noisiest decide what stands where",
+    )
     parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument(

@@ -9,7 +9,7 @@ from sd_tf.pictures import to_model
 from sd_tf.training import world
 from sd_tf.training.data import Source, World, shuffled
 from sd_tf.training.hosts import ALONE, Host
-from sd_tf.training.settings import Settings
+from sd_tf.training.settings import Settings, TrainingError
 
 Batch = dict[str, np.ndarray]
 Order = Callable[[int, int], tuple[int, int]]  # position in the run, seed → index, epoch
@@ -74,7 +74,7 @@ class LatentBatches(Batches):
         super().__init__(source, settings.batch_size, settings.seed)
         self.latents, self.tokenize = latents, tokenize
         self.scaling_factor = np.float32(config.vae.scaling_factor)
-        self.timesteps = range(first_timestep, config.schedule.num_train_timesteps)
+        self.timesteps = noise_levels(first_timestep, config)
         self.caption_dropout = caption_dropout
 
     def __call__(self, step: int) -> Batch:
@@ -107,6 +107,16 @@ class ReadingBatches(Batches):
         answers = [tuple(world.answers(self.source.scene(i)).values()) for i, _ in examples]
         captions = [self.source.caption(index, epoch) for index, epoch in examples]
         return {"tokens": self.tokenize(captions), "answers": np.array(answers, "int32")}
+
+
+def noise_levels(first: int, config: PipelineConfig) -> range:
+    """The timesteps from the first on."""
+    levels = range(config.schedule.num_train_timesteps)
+    if first not in levels:
+        raise TrainingError(
+            f"first_timestep is from 0 to {levels[-1]}, the noisiest. Received: {first}"
+        )
+    return levels[first:]
 
 
 def spread_timesteps(draws: np.random.Generator, size: int, among: range) -> np.ndarray:

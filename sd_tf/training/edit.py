@@ -13,7 +13,7 @@ from PIL import Image
 from sd_tf.config import PipelineConfig
 from sd_tf.generate import contact_sheet
 from sd_tf.pictures import to_model
-from sd_tf.training.batches import Batch, Batches, spread_timesteps
+from sd_tf.training.batches import Batch, Batches, noise_levels, spread_timesteps
 from sd_tf.training.hosts import ALONE, this_host
 from sd_tf.training.latents import posteriors
 from sd_tf.training.lesson import Lesson
@@ -38,6 +38,7 @@ class Options:
     dropout: float = 0.05  # of the text alone, of both, and of the picture alone
     precompute: bool = False  # latents once, and text states where the encoder stands still
     train_text_encoder: bool = False
+    first_timestep: int = 0  # only noise levels from this one on
     save_dtype: str | None = None
 
     def check(self) -> "Options":
@@ -82,7 +83,7 @@ class EditBatches(Batches):
         batch_size = settings.batch_size // host.count
         super().__init__(pairs, batch_size, settings.seed, pairs.order, host)
         self.options, self.tokenize = options, tokenize
-        self.num_timesteps = config.schedule.num_train_timesteps
+        self.timesteps = noise_levels(options.first_timestep, config)
         side = options.size // config.vae.downscale
         self.latent_shape = (side, side, config.vae.latent_channels)
 
@@ -94,7 +95,7 @@ class EditBatches(Batches):
         batch = {
             "noise": draws.standard_normal(shape, "float32"),
             "posterior": draws.standard_normal(shape, "float32"),
-            "timesteps": spread_timesteps(draws, size, range(self.num_timesteps)),
+            "timesteps": spread_timesteps(draws, size, self.timesteps),
             "has_picture": 1.0 - without_picture.astype("float32"),
         }
         return batch | self.inputs(indices, without_text, draws)
