@@ -20,7 +20,7 @@ flags.DEFINE_string(
     "checkpoint",
     "tiny",
     "Diffusers folder, .safetensors file, Hugging Face Hub id, kerascv:sd1.4, kerascv:sd2.1, "
-    "kerascv:FOLDER, or tiny: the embedded one, trained on drawn scenes.",
+    "kerascv:FOLDER, or an embedded one: tiny draws scenes, tiny-edit changes them as it is told.",
 )
 flags.DEFINE_string("output_dir", "exports/tiny", "Where the export is put.")
 flags.DEFINE_integer("batch_size", 1, "Pictures per call.")

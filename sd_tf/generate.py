@@ -49,8 +49,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument(
         "--export_dir",
-        help="what serialize_savedmodels.py wrote (default: the embedded checkpoint's, made on "
-        "first use)",
+        help="what serialize_savedmodels.py wrote (default: the embedded checkpoint's, or with "
+        "--image and no --strength the embedded editor's, made on first use)",
     )
     parser.add_argument("--compile_cache", help="folder where compiled code is kept")
     options = parser.parse_args(argv)
@@ -85,7 +85,7 @@ def misused(options: argparse.Namespace) -> str | None:
     if options.count < 1:
         return f"--count is at least 1. Received: {options.count}"
     if options.export_dir is None and options.mask is not None:
-        return "the embedded checkpoint does not paint in a mask: give --export_dir"
+        return "no embedded checkpoint paints in a mask: give --export_dir"
     return None
 
 
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.pipeline import Pipeline
 
     wanted = read_wanted(options)
-    export_dir = _embedded() if options.export_dir is None else options.export_dir
+    export_dir = _embedded(wanted) if options.export_dir is None else options.export_dir
     pipe = Pipeline.load(
         export_dir,
         jit_compile=not options.nojit_compile,
@@ -142,11 +142,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _embedded() -> Path:
+def _embedded(wanted: Wanted) -> Path:
+    """Of the checkpoint that draws; with a picture and no strength, of the one that edits."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    from sd_tf.checkpoints import EDITOR, TINY
     from sd_tf.embedded import embedded_export
 
-    return embedded_export("tiny", lambda text: print(text, flush=True))
+    is_edit = "image" in wanted.pictures and "strength" not in wanted.parameters
+    return embedded_export(EDITOR if is_edit else TINY, lambda text: print(text, flush=True))
 
 
 def draw(chain: Chain, wanted: Wanted, folder: Path, progress: bool = True) -> None:

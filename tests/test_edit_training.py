@@ -115,6 +115,17 @@ def test_pairs_are_cut_and_mirrored_alike():
     np.testing.assert_array_equal(again["before"], batch["before"])
 
 
+def test_only_the_noisiest_timesteps(monkeypatch):
+    given = (PAIRS, replace(micro.SETTINGS, batch_size=8))
+    batches = EditBatches(*given, replace(OPTIONS, first_timestep=600), micro.CONFIG, str)
+    monkeypatch.setattr(batches, "inputs", lambda *_: {})
+    timesteps = np.concatenate([batches(step)["timesteps"] for step in range(400)])
+    assert timesteps.min() == 600 and timesteps.max() == 999
+    for first in (-1, 1000):
+        with pytest.raises(TrainingError, match=rf"is from 0 to 999, the .*Received: {first}"):
+            EditBatches(*given, replace(OPTIONS, first_timestep=first), micro.CONFIG, str)
+
+
 def len_of(texts):
     return np.array([len(text) for text in texts])
 

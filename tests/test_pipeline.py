@@ -241,7 +241,7 @@ def test_generate_with_wrong_flags(exported, tmp_path, capsys):
     for flags, message in (
         (["--export_dir", "x"], "give a prompt, or --from_png"),
         (["a", "--export_dir", "x", "--count", "0"], "--count is at least 1. Received: 0"),
-        (["a", "--mask", "m.png"], "the embedded checkpoint does not paint in a mask"),
+        (["a", "--mask", "m.png"], "no embedded checkpoint paints in a mask"),
     ):
         with pytest.raises(SystemExit):
             main(flags)

@@ -1,4 +1,6 @@
-"""The checkpoint in the package: it draws what it is asked for, for us and for diffusers."""
+"""The checkpoints in the package: they draw and edit as they are told, for us and for diffusers."""
+
+from dataclasses import replace
 
 import diffusers
 import numpy as np
@@ -7,11 +9,12 @@ import torch
 from PIL import Image
 
 from sd_tf import generate
-from sd_tf.checkpoints import CONFIG, TINY_FOLDER
+from sd_tf.checkpoints import CONFIG, EDITOR_FOLDER, EMBEDDED, TINY_FOLDER
 from sd_tf.export import Options, export
 from sd_tf.export.verify import psnr
 from sd_tf.pipeline import Pipeline
-from sd_tf.training import evaluate, world
+from sd_tf.training import evaluate, evaluate_edits, world
+from sd_tf.training.world.scene import SIZES
 from sd_tf.weights import open_checkpoint
 
 PROMPTS = 15  # of each of the four groups
@@ -34,6 +37,9 @@ FLOORS = {
         "relation": 0.9,
     },
 }
+EDITS = 60  # of each split
+EDIT_GUIDANCE = 4.0
+FOLLOWED = {"train": 0.8, "held_out": 0.65}
 ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
 
 
@@ -48,8 +54,22 @@ def test_it_is_what_the_recipe_makes():
     config = open_checkpoint(TINY_FOLDER).config
     assert (config.unet, config.text_encoder) == (CONFIG.unet, CONFIG.text_encoder)
     assert config.schedule == CONFIG.schedule
-    size = sum(path.stat().st_size for path in TINY_FOLDER.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_none_is_too_large(name):
+    size = sum(path.stat().st_size for path in EMBEDDED[name].rglob("*") if path.is_file())
     assert size <= 25 * 2**20
+
+
+def test_the_editor_has_what_the_drawer_has():
+    drawer, editor = open_checkpoint(TINY_FOLDER), open_checkpoint(EDITOR_FOLDER)
+    assert editor.config == replace(drawer.config, unet=editor.config.unet)
+    assert editor.config.unet == replace(drawer.config.unet, in_channels=8)
+    ours, theirs = editor.tensors("vae"), drawer.tensors("vae")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(tensor.read(), theirs[name].read())
 
 
 def test_the_bare_command_draws(tmp_path, monkeypatch, capsys):
@@ -64,6 +84,34 @@ def test_the_bare_command_draws(tmp_path, monkeypatch, capsys):
         reading = world.read(np.asarray(Image.open(tmp_path / "out" / f"{seed}.png")))
         assert [(thing.shape, thing.colour) for thing in reading.things] == [("star", "red")]
         assert reading.background == "black"
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("editor") / "export"
+    export(open_checkpoint(EDITOR_FOLDER), folder, Options(batch_size=15, verify="off"))
+    return Pipeline.load(folder)
+
+
+def test_the_editor_does_what_it_is_told(editor, tmp_path):
+    options = evaluate_edits.Options(pairs=EDITS, guidance_scale=EDIT_GUIDANCE)
+    content = evaluate_edits.evaluate(editor, options, tmp_path)
+    for split, floor in FOLLOWED.items():
+        assert content["splits"][split]["followed"] >= floor, split
+        assert content["splits"][split]["preserved_db"] >= 25.0, split
+
+
+def test_the_bare_command_edits(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    thing = world.Thing("star", "red", "large", 0.5, 0.5, SIZES["large"])
+    scene = world.Scene("black", (thing,), "center", None)
+    Image.fromarray(world.draw(scene, 64)).save("scene.png")
+    flags = ["--image", "scene.png", "--num_steps", "20", "--seed", "1", "--guidance_scale", "4"]
+    assert generate.main(["make the star green", *flags]) == 0
+    assert "exporting the embedded checkpoint tiny-edit" in capsys.readouterr().out
+    reading = world.read(np.asarray(Image.open(tmp_path / "out" / "1.png")))
+    assert [(thing.shape, thing.colour) for thing in reading.things] == [("star", "green")]
+    assert reading.background == "black"
 
 
 def test_it_draws_what_it_is_asked_for(pipe, tmp_path):

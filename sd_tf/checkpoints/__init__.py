@@ -1,4 +1,4 @@
-"""Checkpoints that need no download: a tiny trained one, and random ones of any architecture."""
+"""Checkpoints that need no download: two tiny trained ones, and random ones of any architecture."""
 
 import zlib
 from dataclasses import replace
@@ -10,9 +10,10 @@ from sd_tf.config import FAMILIES, PipelineConfig
 from sd_tf.tokenizer import ClipTokenizer
 from sd_tf.weights import layout, save_folder
 
-NAME = "tiny"
-TINY_FOLDER = Path(__file__).parent / NAME  # trained by `python -m sd_tf.training tiny`
-EMBEDDED = {NAME: TINY_FOLDER}
+TINY, EDITOR = "tiny", "tiny-edit"
+EMBEDDED = {name: Path(__file__).parent / name for name in (TINY, EDITOR)}
+TINY_FOLDER = EMBEDDED[TINY]  # trained by `python -m sd_tf.training tiny`
+EDITOR_FOLDER = EMBEDDED[EDITOR]  # the same, taught to follow instructions
 
 _SD1 = FAMILIES["sd1"]
 CONFIG = PipelineConfig(
