@@ -38,7 +38,7 @@ class Study:
     half_life: float = 200.0
     late: tuple[float, ...] = (0.25, 0.10, 0.036)  # shares of the run, at its end
     seeds: int = 3
-    learnt: int = 40_000  # pairs that it learns from
+    learnt: int = 32_000  # pairs that it learns from
     size: int = 64
     measured: int = 150  # pairs of each split, for each seed and average
     num_steps: int = 10
