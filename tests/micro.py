@@ -10,6 +10,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
+from keras import ops
 
 from sd_tf.config import FAMILIES, PipelineConfig
 from sd_tf.models import MODEL_CLASSES
@@ -88,6 +89,24 @@ def gradients_of(loss, batch):
         value, _ = loss({name: tf.constant(x) for name, x in batch.items()})
     gradients = tape.gradient(value, [v.value for v in variables])
     return [tf.convert_to_tensor(g) for g in gradients], float(value)
+
+
+class Toy(keras.layers.Layer):
+    """A loss of two variables, for what a run does whatever it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = self.add_weight(shape=(4, 3), initializer="ones")
+        self.vector = self.add_weight(shape=(3,), initializer="zeros")
+        self.built = True
+
+    def call(self, batch):
+        loss = ops.mean(ops.square(batch["x"] @ self.matrix + self.vector))
+        return loss, {"loss": loss}
+
+
+def toy_batch(step: int) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(step).standard_normal((4, 4), "float32")}
 
 
 def run(folder: Path, settings: Settings = SETTINGS, pause: float = 0.0) -> Run:

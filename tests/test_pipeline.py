@@ -256,7 +256,7 @@ def test_contact_sheet():
     assert (sheet[20:24, 8:14] == 200).all() and (sheet[20:24, 22:28] == 255).all()
 
 
-def test_openvino_computes_the_same(exported):
+def test_openvino_computes_the_same():
     """The plain signatures are ordinary graphs that another runtime reads."""
     import openvino as ov
 
@@ -265,7 +265,7 @@ def test_openvino_computes_the_same(exported):
         ("decoder", {"latent": rng.standard_normal((2, 8, 8, 4)).astype("float32")}),
         ("text_encoder", {"tokens": rng.integers(0, 49406, (2, 77)).astype("int32")}),
     ):
-        loaded = tf.saved_model.load(str(exported / component / "1"))
+        loaded = tf.saved_model.load(str(micro_export() / component / "1"))
         name = "plain_serving_default" if component == "decoder" else "serving_default"
         signature = loaded.signatures[name]
         precise = {"INFERENCE_PRECISION_HINT": "f32"}  # else bfloat16 where the CPU has it

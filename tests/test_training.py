@@ -228,26 +228,26 @@ def test_killed_run_equals_one_that_was_not(tmp_path):
 
 
 def test_state_of_other_settings_is_refused(tmp_path):
-    micro.run(tmp_path).train()
+    Run(micro.Toy(), micro.toy_batch, micro.SETTINGS, tmp_path).train()
     settings = replace(micro.SETTINGS, learning_rate=0.5)
     with pytest.raises(TrainingError, match=r"belongs to a run with other settings\. Choose an"):
-        micro.run(tmp_path, settings).train()
+        Run(micro.Toy(), micro.toy_batch, settings, tmp_path).train()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     def batches(step):
-        batch = micro.latent_batch(micro.CONFIG, size=4)
-        return {**batch, "latents": batch["latents"] * np.float32(np.nan)}
+        return {"x": micro.toy_batch(step)["x"] * np.float32(np.nan)}
 
-    run = Run(micro.denoising(), batches, micro.SETTINGS, tmp_path, report=lambda text: None)
+    run = Run(micro.Toy(), batches, micro.SETTINGS, tmp_path, report=lambda text: None)
     with pytest.raises(TrainingError, match=r"The loss is nan at step 4\. Lower the learning rate"):
         run.train()
 
 
 def test_averaged_weights_are_put_back_after_a_sample(tmp_path):
     seen = []
-    run = micro.run(tmp_path, replace(micro.SETTINGS, sample_every=4))
-    bias = run.loss.unet.conv_out.bias
+    settings = replace(micro.SETTINGS, sample_every=4)
+    run = Run(micro.Toy(), micro.toy_batch, settings, tmp_path)
+    bias = run.loss.vector
     place = [v is bias for v in run.average.followed].index(True)
     run.sample = lambda step: seen.append((np.array(bias), np.array(run.average.variables[place])))
     run.train()
