@@ -14,6 +14,9 @@ from transformers import (
 
 from sd_tf.tokenizer import ClipTokenizer
 
+# Small models: several threads wait for each other, ten times as long beside another group of tests.
+torch.set_num_threads(1)
+
 FAMILIES = (
     "sd1",
     "sd2-base",
