@@ -14,7 +14,7 @@ from transformers import (
 
 from sd_tf.tokenizer import ClipTokenizer
 
-# Small models: several threads wait for each other, ten times as long beside another group of tests.
+# Small models: several threads wait for each other, ten times as long beside other tests.
 torch.set_num_threads(1)
 
 FAMILIES = (
