@@ -38,8 +38,8 @@ FLOORS = {
     },
 }
 EDITS = 60  # of each split
-EDIT_GUIDANCE = 4.0
-FOLLOWED = {"train": 0.8, "held_out": 0.65}
+EDIT_GUIDANCE = 2.0
+FOLLOWED = {"train": 0.75, "held_out": 0.75}
 ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
 
 
