@@ -15,5 +15,5 @@ def embedded_export(name: str, report: Callable[[str], None]) -> Path:
     folder = FOLDER / name
     if not folder.exists():
         report(f"exporting the embedded checkpoint {name} to {folder}, once")
-        export(open_checkpoint(EMBEDDED[name]), folder, Options())
+        export(open_checkpoint(EMBEDDED[name]), folder, Options(verify="fast"))
     return folder
