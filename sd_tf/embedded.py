@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from sd_tf.checkpoints import EMBEDDED
+from sd_tf.checkpoints import EDITOR, EMBEDDED, TINY
 from sd_tf.export import Options, export
 from sd_tf.weights import open_checkpoint
 
 FOLDER = Path("exports")
 
 
-def embedded_export(name: str, report: Callable[[str], None]) -> Path:
-    """The folder `exports/NAME` below the working directory."""
+def embedded_export(edits: bool, report: Callable[[str], None]) -> Path:
+    """Of the one that edits or of the one that draws: `exports/NAME` below the working directory."""
+    name = EDITOR if edits else TINY
     folder = FOLDER / name
     if not folder.exists():
         report(f"exporting the embedded checkpoint {name} to {folder}, once")

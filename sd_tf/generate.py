@@ -145,11 +145,10 @@ def run(options: argparse.Namespace) -> int:
 def _embedded(wanted: Wanted) -> Path:
     """Of the checkpoint that draws; with a picture and no strength, of the one that edits."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    from sd_tf.checkpoints import EDITOR, TINY
     from sd_tf.embedded import embedded_export
 
-    is_edit = "image" in wanted.pictures and "strength" not in wanted.parameters
-    return embedded_export(EDITOR if is_edit else TINY, lambda text: print(text, flush=True))
+    edits = "image" in wanted.pictures and "strength" not in wanted.parameters
+    return embedded_export(edits, lambda text: print(text, flush=True))
 
 
 def draw(chain: Chain, wanted: Wanted, folder: Path, progress: bool = True) -> None:
