@@ -11,7 +11,7 @@ FOLDER = Path("exports")
 
 
 def embedded_export(edits: bool, report: Callable[[str], None]) -> Path:
-    """Of the one that edits or of the one that draws: `exports/NAME` below the working directory."""
+    """Of the one that edits, or of the one that draws: `exports/NAME` in the working directory."""
     name = EDITOR if edits else TINY
     folder = FOLDER / name
     if not folder.exists():
