@@ -101,6 +101,25 @@ def test_what_was_written_is_read(written):
         assert all(thing.shape in row[name] for thing in scene.things)
 
 
+def test_kinds_take_turns(tmp_path):
+    folder = tmp_path / "data"
+    options = ["--count", "10", "--kinds", "move", "move", "shape", "--seed", "1"]
+    assert main(["edit_pairs", "--out", str(folder), *options]) == 0
+    rows = pyarrow.parquet.read_table(folder).to_pylist()
+    assert [row["kind"] for row in rows] == ["move", "move", "shape"] * 3 + ["move"]
+    edits = [world.sample_edit(index, 1, "train", row["kind"]) for index, row in enumerate(rows)]
+    assert [row["edit_prompt"] for row in rows] == [edit.instruction for edit in edits]
+
+
+def test_a_kind_that_there_is_not(tmp_path, capsys):
+    folder = tmp_path / "data"
+    command = ["edit_pairs", "--out", str(folder), "--count", "1", "--kinds", "move", "spin"]
+    assert main(command) == 1
+    message = "--kinds are of colour, shape, add, remove, background, move. Received: spin"
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_it_writes_over_nothing(written, capsys):
     assert main(["edit_pairs", "--out", str(written), "--count", "1"]) == 1
     assert "is not empty. Choose another --out, or empty it." in capsys.readouterr().err

@@ -251,27 +251,33 @@ def test_parameters_are_used_again(page):
     expect(page.locator("#negative_prompt")).to_have_value("")
 
 
-def test_the_curl_command_draws_the_same(page, tmp_path):
-    draw(page, FOR_SHELLS, num_steps=2, seed=3)
-    drawn(page)
+def copied_command(page):
     page.locator("#cards").get_by_text("curl").click()
     expect(page.locator("#cards").get_by_text("Copied")).to_be_visible()
-    command = page.evaluate("navigator.clipboard.readText()")
+    return page.evaluate("navigator.clipboard.readText()")
+
+
+def shell(command, folder):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, check=True, env={**os.environ, "PATH": path}
-    )
-    png = (tmp_path / "sd_tf-3.png").read_bytes()
-    assert json.loads(Image.open(io.BytesIO(png)).text[METADATA])["prompt"] == FOR_SHELLS
-    difference = pixels(png).astype(int) - pixels(download(page))
-    assert abs(difference).max() <= 2
-    refused = subprocess.run(
-        ["sh", "-c", command.replace('"num_steps":2', '"num_steps":0')],
-        cwd=tmp_path,
+    return subprocess.run(
+        ["sh", "-c", command],
+        cwd=folder,
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
     )
+
+
+def test_the_curl_command_draws_the_same(page, tmp_path):
+    draw(page, FOR_SHELLS, num_steps=2, seed=3)
+    drawn(page)
+    command = copied_command(page)
+    assert shell(command, tmp_path).returncode == 0
+    png = (tmp_path / "sd_tf-3.png").read_bytes()
+    assert json.loads(Image.open(io.BytesIO(png)).text[METADATA])["prompt"] == FOR_SHELLS
+    difference = pixels(png).astype(int) - pixels(download(page))
+    assert abs(difference).max() <= 2
+    refused = shell(command.replace('"num_steps":2', '"num_steps":0'), tmp_path)
     assert refused.returncode != 0
     assert "num_steps" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -325,13 +331,7 @@ def test_a_picture_to_start_from(visit, tmp_path):
     drawn(page)
     page.screenshot(path=artifacts(tmp_path) / "picture.png")
     expect(page.locator("#cards .parameters")).to_contain_text("strength 0.5")
-    page.locator("#cards").get_by_text("curl").click()
-    expect(page.locator("#cards").get_by_text("Copied")).to_be_visible()
-    command = page.evaluate("navigator.clipboard.readText()")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, check=True, env={**os.environ, "PATH": path}
-    )
+    assert shell(copied_command(page), tmp_path).returncode == 0
     same = pixels((tmp_path / "sd_tf-3.png").read_bytes()).astype(int) - pixels(download(page))
     assert abs(same).max() <= 2
 
@@ -341,6 +341,16 @@ def test_a_picture_to_start_from(visit, tmp_path):
         draw(page, num_steps=2)
     assert not {"image", "strength"} & request.value.post_data_json.keys()
     assert not seen.errors
+
+
+def test_a_picture_chosen_before_the_server_has_answered(page, tmp_path):
+    held = []
+    page.route("**/about", held.append)
+    page.reload()
+    page.set_input_files("#image", picture(tmp_path))
+    expect(page.locator("#model")).to_contain_text("Asking the server")
+    held[0].continue_()
+    expect(page.locator("#given-picture")).to_be_visible()
 
 
 def test_a_file_that_is_no_picture(page, tmp_path):

@@ -96,6 +96,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     pairs.add_argument("--out", type=Path, required=True, help="a new folder")
     pairs.add_argument("--count", type=int, required=True)
     pairs.add_argument("--split", choices=["train", "held_out"], default="train")
+    pairs.add_argument(
+        "--kinds",
+        nargs="+",
+        default=(),
+        metavar="KIND",
+        help="such as move or shape, which then take turns (default: all kinds alike)",
+    )
     pairs.add_argument("--size", type=int, default=64, help="pixels")
     pairs.add_argument("--seed", type=int, default=0)
 
@@ -287,7 +294,15 @@ def study_averages(options: argparse.Namespace) -> None:
 def write_pairs(options: argparse.Namespace) -> None:
     from sd_tf.training import edit_pairs
 
-    edit_pairs.write(options.out, options.count, options.size, options.seed, options.split, _report)
+    edit_pairs.write(
+        options.out,
+        options.count,
+        options.size,
+        options.seed,
+        options.split,
+        options.kinds,
+        _report,
+    )
 
 
 def evaluate(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """The tiny world's edits as parquet, in the layout of the published InstructPix2Pix data."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +20,30 @@ def write(
     size: int = 64,
     seed: int = 0,
     split: str = "train",
+    kinds: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> list[Path]:
-    """`count` pairs in files of `FILE_ROWS`; never into files of another run."""
+    """`count` pairs in files of `FILE_ROWS`; never into files of another run.
+
+    `kinds` take turns; none means any, each as often as the others.
+    """
     import pyarrow
     import pyarrow.parquet
 
     if count < 1:
         raise TrainingError(f"--count is at least 1. Received: {count}")
+    if unknown := set(kinds) - set(world.KINDS):
+        raise TrainingError(
+            f"--kinds are of {', '.join(world.KINDS)}. Received: {', '.join(sorted(unknown))}"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise TrainingError(f"{folder} is not empty. Choose another --out, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for start in range(0, count, FILE_ROWS):
         rows = [
-            row(index, size, seed, split) for index in range(start, min(start + FILE_ROWS, count))
+            row(index, size, seed, split, kinds)
+            for index in range(start, min(start + FILE_ROWS, count))
         ]
         file = folder / f"{split}-{start // FILE_ROWS:05d}.parquet"
         pyarrow.parquet.write_table(
@@ -45,8 +54,9 @@ def write(
     return files
 
 
-def row(index: int, size: int, seed: int, split: str) -> dict:
-    edit = world.sample_edit(index, seed, split)
+def row(index: int, size: int, seed: int, split: str, kinds: Sequence[str] = ()) -> dict:
+    kind = kinds[index % len(kinds)] if kinds else None
+    edit = world.sample_edit(index, seed, split, kind)
     captions = [
         world.describe(scene, index, seed, complete=True)[0] for scene in (edit.before, edit.after)
     ]

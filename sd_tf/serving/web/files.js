@@ -18,6 +18,7 @@ export function setUp(onChange) {
     }
     byId("image").focus();
   });
+  show(chosen("image")); // it may have been chosen before this was listening
 
   function changed(name) {
     if (name === "image") show(chosen(name));

@@ -6,12 +6,13 @@ back by geometry, so that a model is judged by what it drew and not by another m
 
 from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
 from sd_tf.training.world.draw import draw
-from sd_tf.training.world.edits import Edit, followed, sample_edit, untouched
+from sd_tf.training.world.edits import KINDS, Edit, followed, sample_edit, untouched
 from sd_tf.training.world.oracle import Reading, judge, read
 from sd_tf.training.world.places import QUESTIONS, answers
 from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
 
 __all__ = [
+    "KINDS",
     "QUESTIONS",
     "Ask",
     "AskedThing",
