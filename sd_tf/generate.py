@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,10 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.pipeline import Pipeline
 
     wanted = read_wanted(options)
-    export_dir = _embedded(wanted) if options.export_dir is None else options.export_dir
+    export_dir = options.export_dir
+    if export_dir is None:
+        export_dir, suited = _embedded(wanted)
+        wanted = replace(wanted, parameters={**suited, **wanted.parameters})
     pipe = Pipeline.load(
         export_dir,
         jit_compile=not options.nojit_compile,
@@ -142,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _embedded(wanted: Wanted) -> Path:
+def _embedded(wanted: Wanted) -> tuple[Path, dict[str, Any]]:
     """Of the checkpoint that draws; with a picture and no strength, of the one that edits."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     from sd_tf.embedded import embedded_export

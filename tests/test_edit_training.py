@@ -144,6 +144,7 @@ def test_what_prepared_gives():
     ("changes", "message"),
     [
         ({"dropout": 0.4}, r"dropout is from 0 to 1/3\. Received: 0\.4"),
+        ({"scheduler": "heun"}, r"scheduler is one of ddim, .*Received: heun"),
         ({"flip": -1.0}, r"flip is from 0 to 1\. Received: -1\.0"),
         ({"resize": 8}, r"it is not less\. Received: size=16, resize=8"),
         ({"precompute": True, "flip": 0.5}, r"precompute goes with flip=0 .*Received: flip=0\.5"),
@@ -295,13 +296,14 @@ def instruct(*given, **options):
 
 def test_a_run_that_diffusers_loads(tmp_path, capsys):
     late = ["--ema_start", "0.5", "--sample_every", "4", "--save_every", "2", "--precompute"]
-    assert instruct(tmp_path / "run", *late) == 0
+    assert instruct(tmp_path / "run", *late, "--scheduler", "euler_ancestral") == 0
     assert "8 pairs" in capsys.readouterr().out
     assert (tmp_path / "run" / "000004.png").is_file()
     assert (tmp_path / "run" / "precomputed" / "mode.npy").is_file()
     folder = tmp_path / "run" / "checkpoint"
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, safety_checker=None)
     assert type(pipeline) is diffusers.StableDiffusionInstructPix2PixPipeline
+    assert type(pipeline.scheduler) is diffusers.EulerAncestralDiscreteScheduler
     kernel = pipeline.unet.conv_in.weight.detach().numpy()
     assert kernel.shape[1] == 8 and np.abs(kernel[:, 4:]).max() > 0
     trained = open_checkpoint(folder)

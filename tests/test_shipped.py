@@ -73,15 +73,18 @@ def test_the_editor_has_what_the_drawer_has():
 
 
 def test_the_bare_command_draws(tmp_path, monkeypatch, capsys):
-    """With no export named, the embedded checkpoint is exported, once."""
+    """With no export named, the embedded checkpoint is exported, once, and drawn with what suits
+    it.
+    """
     monkeypatch.chdir(tmp_path)
     prompt = "a large red star on a black background"
     for seed in ("1", "2"):
-        flags = ["--num_steps", "20", "--guidance_scale", "4", "--seed", seed]
-        assert generate.main([prompt, *flags]) == 0
+        assert generate.main([prompt, "--num_steps", "20", "--seed", seed]) == 0
     assert capsys.readouterr().out.count("exporting the embedded checkpoint tiny") == 1
     for seed in (1, 2):
-        reading = world.read(np.asarray(Image.open(tmp_path / "out" / f"{seed}.png")))
+        path = tmp_path / "out" / f"{seed}.png"
+        assert generate.read_parameters(path)[0]["guidance_scale"] == 4.0
+        reading = world.read(np.asarray(Image.open(path)))
         assert [(thing.shape, thing.colour) for thing in reading.things] == [("star", "red")]
         assert reading.background == "black"
 
@@ -106,10 +109,12 @@ def test_the_bare_command_edits(tmp_path, monkeypatch, capsys):
     thing = world.Thing("star", "red", "large", 0.5, 0.5, SIZES["large"])
     scene = world.Scene("black", (thing,), "center", None)
     Image.fromarray(world.draw(scene, 64)).save("scene.png")
-    flags = ["--image", "scene.png", "--num_steps", "20", "--seed", "1", "--guidance_scale", "4"]
+    flags = ["--image", "scene.png", "--num_steps", "20", "--seed", "1"]
     assert generate.main(["make the star green", *flags]) == 0
     assert "exporting the embedded checkpoint tiny-edit" in capsys.readouterr().out
-    reading = world.read(np.asarray(Image.open(tmp_path / "out" / "1.png")))
+    path = tmp_path / "out" / "1.png"
+    assert generate.read_parameters(path)[0]["guidance_scale"] == EDIT_GUIDANCE
+    reading = world.read(np.asarray(Image.open(path)))
     assert [(thing.shape, thing.colour) for thing in reading.things] == [("star", "green")]
     assert reading.background == "black"
 

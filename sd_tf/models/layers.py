@@ -98,18 +98,16 @@ class Norm(keras.layers.Layer):
         self.bias = self.add_weight(shape=(width,), initializer="zeros", name="bias")
         self.built = True
 
-    def normalize(self, x, mean_of):
-        """Float32, with what `mean_of` takes for the mean of values like x."""
-        x = ops.cast(x, "float32")
-        centered = x - mean_of(x)
-        x = centered * ops.rsqrt(mean_of(ops.square(centered)) + self.epsilon)
-        x = x * ops.cast(self.scale, "float32") + ops.cast(self.bias, "float32")
-        return ops.cast(x, self.compute_dtype)
+    def call(self, x):
+        scale, bias = (ops.cast(weight, "float32") for weight in (self.scale, self.bias))
+        return ops.cast(self.normalize(ops.cast(x, "float32"), scale, bias), self.compute_dtype)
 
 
 class LayerNorm(Norm):
-    def call(self, x):
-        return self.normalize(x, lambda values: ops.mean(values, axis=-1, keepdims=True))
+    def normalize(self, x, scale, bias):
+        centered = x - ops.mean(x, axis=-1, keepdims=True)
+        variance = ops.mean(ops.square(centered), axis=-1, keepdims=True)
+        return centered * ops.rsqrt(variance + self.epsilon) * scale + bias
 
 
 class GroupNorm(Norm):
@@ -122,8 +120,15 @@ class GroupNorm(Norm):
         super().__init__(width, epsilon, dtype)
         self.groups = groups
 
-    def call(self, x):
-        return self.normalize(x, self.group_means)
+    def normalize(self, x, scale, bias):
+        """One factor and one shift for each channel of each picture, so that a gradient needs two
+        sums over the pixels, of which all others follow. (The variance does not change with where
+        it is centered, to first order: there is no gradient to carry through that.)
+        """
+        mean = self.group_means(x)
+        variance = self.group_means(ops.square(x - ops.stop_gradient(mean)))
+        factor = scale * ops.rsqrt(variance + self.epsilon)
+        return x * factor + (bias - mean * factor)
 
     def group_means(self, values):
         """(B, h, w, C) → (B, 1, 1, C). Pixels first: channels stay side by side in memory, and are

@@ -78,6 +78,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     edit.add_argument("--on_error", choices=["refuse", "skip"], default="refuse")
     edit.add_argument("--train_text_encoder", action="store_true")
+    edit.add_argument(
+        "--scheduler", help="that the saved checkpoint names (default: as the base's does)"
+    )
     edit.add_argument("--coordinator", help="host:port of host 0, where several train together")
     edit.add_argument("--hosts", type=int, help="how many there are; each reads its own part")
     edit.add_argument("--host", type=int, help="which of them this is, from 0")
