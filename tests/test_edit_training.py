@@ -144,7 +144,6 @@ def test_what_prepared_gives():
     ("changes", "message"),
     [
         ({"dropout": 0.4}, r"dropout is from 0 to 1/3\. Received: 0\.4"),
-        ({"scheduler": "heun"}, r"scheduler is one of ddim, .*Received: heun"),
         ({"flip": -1.0}, r"flip is from 0 to 1\. Received: -1\.0"),
         ({"resize": 8}, r"it is not less\. Received: size=16, resize=8"),
         ({"precompute": True, "flip": 0.5}, r"precompute goes with flip=0 .*Received: flip=0\.5"),

@@ -230,6 +230,8 @@ def test_saved_folder_is_loaded_by_diffusers(small_pipelines, tmp_path, family):
         for p in (pipeline, loaded)
     ]
     assert ids[0] == ids[1]
+    for file in (tmp_path / "vae").iterdir():
+        assert file.stat().st_mode & 0o666 == (tmp_path / "vae").stat().st_mode & 0o666, file
     again = open_checkpoint(tmp_path)
     assert again.config == config
     for component in config.components:

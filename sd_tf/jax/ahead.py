@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
 
 from sd_tf.components.described import manifest_of
 from sd_tf.components.fixed import Fixed, geometry_of
@@ -19,6 +18,7 @@ from sd_tf.jax.sharding import bytes_per_device, check_mesh
 from sd_tf.manifest import Component, Manifest, describe_files
 from sd_tf.publish import staging
 from sd_tf.weights import Checkpoint
+from sd_tf.weights.tensors import save_safetensors
 
 Report = Callable[[str, dict], None]  # ("component.endpoint", its figures)
 
@@ -52,9 +52,8 @@ def compile_pipeline(
                 if report is not None:
                     report(f"{name}.{endpoint}", signature.report)
             if checkpoint.readers:
-                save_file(
-                    programs.host_weights(component, checkpoint), folder / name / on_disk.WEIGHTS
-                )
+                weights = programs.host_weights(component, checkpoint)
+                save_safetensors(weights, folder / name / on_disk.WEIGHTS)
         target = on_disk.Target.of(mesh)
         described = {
             name: Component(

@@ -78,9 +78,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     edit.add_argument("--on_error", choices=["refuse", "skip"], default="refuse")
     edit.add_argument("--train_text_encoder", action="store_true")
-    edit.add_argument(
-        "--scheduler", help="that the saved checkpoint names (default: as the base's does)"
-    )
     edit.add_argument("--coordinator", help="host:port of host 0, where several train together")
     edit.add_argument("--hosts", type=int, help="how many there are; each reads its own part")
     edit.add_argument("--host", type=int, help="which of them this is, from 0")
@@ -148,6 +145,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         help="train from it on alone: the noisiest decide what stands where",
+    )
+    parser.add_argument(
+        "--scheduler", help="the default of the saved checkpoint (default: the one it had)"
     )
     parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
@@ -228,7 +228,7 @@ def tune(options: argparse.Namespace) -> None:
     from sd_tf.training import data, finetune
     from sd_tf.weights import open_checkpoint
 
-    checkpoint = open_checkpoint(options.checkpoint)
+    checkpoint = open_checkpoint(options.checkpoint, scheduler=options.scheduler)
     size = options.size or checkpoint.config.default_size
     count = _world_count(options.data)
     if count is not None:
@@ -265,7 +265,7 @@ def instruct(options: argparse.Namespace) -> None:
     from sd_tf.training.pairs import WorldPairs, open_pairs
     from sd_tf.weights import open_checkpoint
 
-    checkpoint = open_checkpoint(options.base)
+    checkpoint = open_checkpoint(options.base, scheduler=options.scheduler)
     size = options.size or checkpoint.config.default_size
     count = _world_count(options.data)
     if count is None:

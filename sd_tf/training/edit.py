@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 from PIL import Image
 
-from sd_tf.config import SAMPLERS, PipelineConfig
+from sd_tf.config import PipelineConfig
 from sd_tf.generate import contact_sheet
 from sd_tf.pictures import to_model
 from sd_tf.training.batches import Batch, Batches, noise_levels, spread_timesteps
@@ -39,15 +39,10 @@ class Options:
     precompute: bool = False  # latents once, and text states where the encoder stands still
     train_text_encoder: bool = False
     first_timestep: int = 0  # only noise levels from this one on
-    scheduler: str | None = None  # that the saved checkpoint names; None: the base's
     save_dtype: str | None = None
 
     def check(self) -> "Options":
         """Refuse what cannot be meant; returns self."""
-        if self.scheduler not in (None, *SAMPLERS):
-            raise TrainingError(
-                f"scheduler is one of {', '.join(SAMPLERS)}. Received: {self.scheduler}"
-            )
         if not 0.0 <= self.dropout <= 1.0 / 3.0:
             raise TrainingError(f"dropout is from 0 to 1/3. Received: {self.dropout}")
         if not 0.0 <= self.flip <= 1.0:
@@ -226,8 +221,6 @@ def prepare(
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
     _check_family(config)
-    if options.scheduler is not None:
-        config = replace(config, schedule=replace(config.schedule, sampler=options.scheduler))
     tokenizer = checkpoint.tokenizer()
     vae = freeze(checkpoint.build("vae"))
     text_encoder = checkpoint.build("text_encoder", settings.precision)

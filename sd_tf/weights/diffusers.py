@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import keras
-from safetensors.numpy import save_file
 
 from sd_tf.config import PipelineConfig
 from sd_tf.tokenizer import ClipTokenizer
@@ -23,6 +22,7 @@ from sd_tf.weights.tensors import (
     open_sharded,
     read_json,
     refuse_pickle,
+    save_safetensors,
     shortened,
 )
 
@@ -243,7 +243,7 @@ def save_folder(
             )
             index[name] = ["diffusers", content["_class_name"]]
         _write_json(folder / name / "config.json", content)
-        save_file(
+        save_safetensors(
             {key: slot.stored(dtype) for key, slot in layout.slots(model).items()},
             folder / name / f"{WEIGHTS_STEM[name]}.safetensors",
             metadata={"format": "pt"},

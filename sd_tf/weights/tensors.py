@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 DTYPES = {
@@ -52,6 +53,14 @@ class StoredTensor:
 
     def transposed(self) -> "StoredTensor":
         return StoredTensor(self.shape[::-1], self.dtype, lambda: self.read().T, self.file)
+
+
+def save_safetensors(
+    tensors: Mapping[str, np.ndarray], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """For whoever may read the folder: the library's own files are for their owner alone."""
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def refuse_pickle(path: Path) -> None:

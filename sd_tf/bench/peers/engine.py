@@ -18,10 +18,10 @@ class Job:
     """What a worker is to load."""
 
     engine: str
-    height: int
-    width: int
     steps: int
     threads: int
+    height: int | None = None  # None: of the inputs
+    width: int | None = None
     device: str = "cpu"  # cpu | gpu
     precision: str = "float32"
     checkpoint: str | None = None

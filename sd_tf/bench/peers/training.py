@@ -93,8 +93,6 @@ def measure(engines: list[str], options, inputs: Path, logs: Path) -> dict[str, 
             print(f"{TRAINERS[name].label} …", flush=True)
             job = Job(
                 name,
-                0,
-                0,
                 STEPS,
                 threads,
                 checkpoint=options.checkpoint,
