@@ -9,6 +9,7 @@ from absl import app, flags
 
 from sd_tf import bench
 from sd_tf.bench import report
+from sd_tf.bench.page import page
 from sd_tf.manifest import ExportError
 
 FLAGS = flags.FLAGS
@@ -48,8 +49,8 @@ def main(argv):
         measured = bench.run(planned, lambda text: print(text, flush=True))
         results = report.complete(measured, {**given, "output": output})
         print(report.table(results))
-        for path in [] if paths is None else report.write(results, *paths):
-            print(path)
+        if paths is not None:
+            print(*report.write(results, page(results), *paths), sep="\n")
     except (bench.BenchError, ExportError, OSError) as error:
         print(f"benchmark.py: {error}", file=sys.stderr)
         sys.exit(1)

@@ -6,9 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from string import Template
 
+from sd_tf.bench.page import STYLE, bars, escape, remark_list
 from sd_tf.bench.peers import targets
 from sd_tf.bench.peers.engine import STAGES
-from sd_tf.bench.report import STYLE, bars, escape, gigabytes, machine, number, remark_list
+from sd_tf.bench.report import gigabytes, machine, number
 
 NAMES = {"text_encoder": "text encoder", "unet_step": "UNet step", "decoder": "decoder"}
 HEAD = ("", *NAMES.values(), "end to end", "compile", "load", "peak GB", "PSNR dB")

@@ -10,12 +10,13 @@ from itertools import product
 from pathlib import Path
 
 from sd_tf.bench import BenchError
+from sd_tf.bench.page import STYLE, escape
 from sd_tf.bench.peers import folders, report
 from sd_tf.bench.peers.command import add_shared_arguments, numbers
 from sd_tf.bench.peers.engine import KINDS, OURS, Job
 from sd_tf.bench.peers.measure import FULL_STEPS, MAX_STEPS, full_seconds, versions
 from sd_tf.bench.peers.process import Process
-from sd_tf.bench.report import escape, gigabytes, hardware, machine, number
+from sd_tf.bench.report import gigabytes, hardware, machine, number
 
 HEAD = ("batch", "px", "pictures/s", "pictures/s, 1st = 1", "step", "picture call", "peak GB")
 WIDTH, HEIGHT, MARGIN = 420, 220, 46
@@ -166,7 +167,7 @@ def page(results: dict) -> str:
     date = datetime.fromisoformat(results["date"])
     return report.PAGE.substitute(
         title="Scaling",
-        style=report.STYLE,
+        style=STYLE,
         work=escape(work(results)),
         machine=escape(machine(results)),
         date=f'<time datetime="{escape(results["date"])}">{date:%d %B %Y, %H:%M} UTC</time>',
