@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 
 import diffusers
 import keras
@@ -28,6 +29,7 @@ from sd_tf.weights import StoredTensor, open_checkpoint
 from sd_tf.weights import kerascv as kerascv_weights
 from tests import peers
 from tests.exports import micro_folder
+from tests.served import command_line, descendants
 
 RAN = ("torch", "openvino", "jax")  # PyTorch compiles minutes even for a small UNet
 
@@ -360,6 +362,20 @@ def test_apart_says_what_failed():
     with pytest.raises(BenchError, match=r"sqrt: TypeError: "):
         apart(math.sqrt, "x")
     assert apart(math.sqrt, 4.0) == 2.0
+
+
+def test_apart_ends_with_its_caller():
+    code = "import time; from sd_tf.bench.peers import apart; apart(time.sleep, 600)"
+    caller = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 60
+    while len(started := descendants(caller.pid)) < 2:  # Python starts a helper of its own, too
+        assert caller.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    caller.kill()
+    caller.wait()
+    while left := [pid for pid in started if command_line(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
 
 
 def test_what_was_made_is_used_again(tmp_path):

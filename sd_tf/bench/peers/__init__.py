@@ -8,6 +8,7 @@ TensorFlow or PyTorch: what needs them and is not measured has a process of its 
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -15,17 +16,25 @@ from sd_tf.bench import BenchError
 
 
 def apart(function: Callable, *arguments):
-    """The function's result from a new process, which takes its memory along when it ends."""
+    """The function's result from a new process, which takes its memory along when it ends. It ends
+    with this one, too, however that ends.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_silence) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
         try:
             return pool.submit(function, *arguments).result()
         except Exception as error:  # whatever a library raises, and the process's own end
             raise BenchError(f"{function.__name__}: {type(error).__name__}: {error}") from error
 
 
-def _silence() -> None:
-    """Libraries' progress bars and warnings; what fails comes back as an exception."""
+def _begin() -> None:
+    """Silences libraries' progress bars and warnings; what fails comes back as an exception."""
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
+
+
+def _end_with_caller() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
