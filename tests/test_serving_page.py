@@ -345,7 +345,7 @@ def test_a_picture_to_start_from(visit, tmp_path):
 
 def test_a_picture_chosen_before_the_server_has_answered(page, tmp_path):
     held = []
-    page.route("**/about", held.append)
+    page.route("**/about", lambda route: held.append(route))
     page.reload()
     page.set_input_files("#image", picture(tmp_path))
     expect(page.locator("#model")).to_contain_text("Asking the server")
