@@ -40,8 +40,9 @@ bench-peers: $(VENV)/bench.stamp
 	    --json out/peers/report/starts-tiny.json
 
 # Two groups at a time, the longest first; the full-size models come last and alone, because they want
-# the memory. A group is a process, so that what TensorFlow traced and keeps does not pile up.
-test: lint
+# the memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The
+# packages come before, or the groups that want none of Debian's would begin first.
+test: lint $(VENV)/debian.stamp
 	$(MAKE) --jobs=2 --output-sync=target test-serving test-first test-parity test-second test-jax
 	$(MAKE) test-full-size
 
