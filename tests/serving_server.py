@@ -13,7 +13,8 @@ from tensorflow_serving.apis import (
     prediction_service_pb2_grpc,
 )
 
-from sd_tf.serving.predict import ModelError, ModelServer, rest
+from sd_tf.serving.predict import ModelError, ModelServer
+from sd_tf.serving.rest import rest
 from tests.exports import shared_export
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}

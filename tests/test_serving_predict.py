@@ -21,7 +21,8 @@ from tensorflow_serving.apis import (
 )
 
 from sd_tf.manifest import ExportError
-from sd_tf.serving.predict import ModelServer, rest
+from sd_tf.serving.predict import ModelServer
+from sd_tf.serving.rest import rest
 from tests.exports import check_equal
 from tests.serving_server import UNLIMITED, grpc_server, http_server, served_models
 

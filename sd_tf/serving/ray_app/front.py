@@ -138,7 +138,7 @@ class Front:
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST"])
     async def rest(self, request: Request) -> Response:
-        from sd_tf.serving.predict import rest
+        from sd_tf.serving.rest import rest
 
         place = request.scope["raw_path"].decode("latin-1")
         body = await read_body(request, self.settings.max_body)

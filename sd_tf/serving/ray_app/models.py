@@ -74,7 +74,7 @@ class Model:
         return await call(serialized, self._newest, method, request)
 
     async def rest(self, method: str, path: str, body: bytes) -> tuple[int, str]:
-        from sd_tf.serving.predict import rest
+        from sd_tf.serving.rest import rest
 
         call = self._run if method == "POST" else asyncio.to_thread
         return await call(rest, self._newest, method, path, body)
