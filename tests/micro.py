@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from sd_tf.compile_cache import set_compile_cache
 from sd_tf.config import FAMILIES, PipelineConfig
 from sd_tf.models import MODEL_CLASSES
 from sd_tf.training.initial import initialize
@@ -123,6 +124,8 @@ if __name__ == "__main__":
         devices = len(keras.distribution.list_devices())
         if devices > 1:
             keras.distribution.set_distribution(keras.distribution.DataParallel())
+    else:
+        set_compile_cache(Path(sys.argv[1]).parent / "compiled")  # the same program again and again
     print(devices, "devices")
     compiled = replace(SETTINGS, jit_compile=True)
     run(Path(sys.argv[1]), compiled, pause=float(sys.argv[2]) if len(sys.argv) > 2 else 0.0).train()

@@ -21,8 +21,10 @@ RECOVERY_SECONDS = 120
 
 
 @pytest.fixture
-def cluster():
+def cluster(monkeypatch):
     from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "50")  # on a busy machine
 
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     cluster.add_node(**NODE)

@@ -64,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     application = build(settings)
     if options.address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Of the minute that `serve.start` waits; after Ray's 5 s a busy machine's is given up.
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "50")
         ray.init(
             address="local",
             include_dashboard=False,
