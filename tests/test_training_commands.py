@@ -83,7 +83,7 @@ def test_evaluation_refuses(tmp_path):
 
 def test_tiny_recipe_end_to_end(tmp_path):
     """Stages of each kind, a few steps each; the checkpoint it leaves is exported and evaluated."""
-    few = {"steps": 4, "warm_up": 1, "log_every": 2, "save_every": 2, "sample_every": 2}
+    few = {"steps": 4, "warm_up": 1, "log_every": 2, "save_every": 2, "sample_every": 4}
     few["jit_compile"] = False
     _, _, of_one_thing, reads, _, of_everything = tiny.TINY.denoiser
     assert of_one_thing.things == 1 and of_one_thing.complete
