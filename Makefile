@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo serve test test-first test-serving test-second test-parity test-full-size test-jax
-.PHONY: bench-peers lint format clean
+.PHONY: demo serve test test-first test-serving test-second test-parity test-full-size
+.PHONY: test-jax test-jax-parity bench-peers lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
     "a small yellow heart in the top left on a striped background" \
@@ -43,14 +43,15 @@ bench-peers: $(VENV)/bench.stamp
 # the memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The
 # packages come before, or the groups that want none of Debian's would begin first.
 test: lint $(VENV)/debian.stamp
-	$(MAKE) --jobs=2 --output-sync=target test-serving test-first test-parity test-second test-jax
+	$(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-parity \
+	    test-jax test-jax-parity
 	$(MAKE) test-full-size
 
 PYTEST := $(BIN)/python -m pytest --durations=12
 SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)
 
 test-first test-serving test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
-test-jax: export KERAS_BACKEND = jax
+test-jax test-jax-parity: export KERAS_BACKEND = jax
 
 test-first: $(VENV)/test.stamp $(VENV)/debian.stamp
 	$(PYTEST) tests/test_[a-r]*.py -m "not full_size"
@@ -69,7 +70,10 @@ test-full-size: $(VENV)/test.stamp
 
 # What runs models, again on JAX.
 test-jax: $(VENV)/test.stamp
-	$(PYTEST) -m backend
+	$(PYTEST) tests/test_*.py -m backend
+
+test-jax-parity: $(VENV)/test.stamp
+	$(PYTEST) tests/parity -m backend
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -405,17 +405,22 @@ def test_points():
             scaling.points(*arguments, "full")
 
 
+def test_steps_of_scaling(capsys):
+    assert __main__.main(["scaling", "--steps=20"]) == 1
+    assert "--steps is 1 to 19. Received: 20" in capsys.readouterr().err
+
+
 def test_scaling(tmp_path, capsys):
     flags = [f"--checkpoint={micro_folder()}", f"--work={tmp_path}/work", f"--output={tmp_path}"]
     assert __main__.main(["scaling", *flags, "--batches=2", "--sizes=16"]) == 0
     content = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))
     [point] = content["points"]
     assert (point["batch"], point["size"]) == (2, 16)
-    draw = point["draw"]
-    expected = 2 / (draw["seconds"] + 19 * draw["step_seconds"])
+    step = (point["long_seconds"] - point["short_seconds"]) / 2
+    expected = 2 / (point["short_seconds"] + 19 * step)
     np.testing.assert_allclose(point["images_per_second"], expected)
     assert not (tmp_path / "work" / "exports" / "scaling").exists()
-    assert "20 steps, extrapolated from 1" in capsys.readouterr().out
+    assert "20 steps, extrapolated from 1 and 3" in capsys.readouterr().out
     content["points"] += [{**point, "batch": 4}, {**point, "size": 32}]
     shown = text_of(scaling.page(content))
-    assert "pictures in a batch" in shown and "megapixels of a picture" in shown
+    assert "pictures in a batch" in shown and "pixels of a picture" in shown

@@ -14,12 +14,12 @@ from sd_tf.bench.page import STYLE, escape
 from sd_tf.bench.peers import folders, report
 from sd_tf.bench.peers.command import add_shared_arguments, numbers
 from sd_tf.bench.peers.engine import KINDS, OURS, Job
-from sd_tf.bench.peers.measure import FULL_STEPS, MAX_STEPS, full_seconds, versions
+from sd_tf.bench.peers.measure import FULL_STEPS, MAX_STEPS, versions
 from sd_tf.bench.peers.process import Process
 from sd_tf.bench.report import gigabytes, hardware, machine, number
 
 HEAD = ("batch", "px", "pictures/s", "pictures/s, 1st = 1", "step", "picture call", "peak GB")
-WIDTH, HEIGHT, MARGIN = 420, 220, 46
+WIDTH, HEIGHT, MARGIN = 840, 300, 46
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cross",
         help="cross: all batches at the smallest size, all sizes at the smallest batch.",
     )
-    parser.add_argument("--steps", type=int, default=1, help="Of the timed picture. Default: 1.")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=2,
+        help="A step is timed by pictures of one step and of so many more. Default: 2.",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     chosen = points(options.batches, options.sizes, options.grid)
-    if not 1 <= options.steps <= FULL_STEPS:
-        raise BenchError(f"--steps is 1 to {FULL_STEPS}. Received: {options.steps}")
+    if not 1 <= options.steps < FULL_STEPS:
+        raise BenchError(f"--steps is 1 to {FULL_STEPS - 1}. Received: {options.steps}")
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     load_average = os.getloadavg()
@@ -106,7 +111,7 @@ def measure(point: Point, checkpoint: Path, work: Path, options: argparse.Namesp
         engine=OURS,
         height=point.size,
         width=point.size,
-        steps=options.steps,
+        steps=1 + options.steps,
         threads=len(os.sched_getaffinity(0)),
         device=options.device,
         precision=options.precision,
@@ -115,18 +120,22 @@ def measure(point: Point, checkpoint: Path, work: Path, options: argparse.Namesp
     try:
         with Process(job, work / "logs" / f"scaling-{point.batch}-{point.size}.log") as ours:
             loaded = ours.ask("load")
-            first = ours.ask("draw", steps=1)
-            draw = ours.ask("draw", steps=options.steps)
+            first, short, long = (
+                ours.ask("draw", steps=steps)["seconds"] for steps in (1, 1, 1 + options.steps)
+            )
             memory = ours.ask("memory")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    seconds = full_seconds(options.steps, draw)
+    step_seconds = (long - short) / options.steps  # without what a call does but once
+    seconds = short + (FULL_STEPS - 1) * step_seconds
     return {
         **vars(point),
         "images_per_second": point.batch / seconds,
         "full_seconds": seconds,
-        "draw": draw,
-        "first": first,
+        "first_seconds": first,
+        "short_seconds": short,
+        "long_seconds": long,
+        "step_seconds": step_seconds,
         "load_seconds": loaded["load_seconds"],
         "devices": loaded["devices"],
         **memory,
@@ -143,8 +152,10 @@ def table(results: dict) -> str:
 
 def work(results: dict) -> str:
     steps = results["flags"]["steps"]
-    how = "" if steps == FULL_STEPS else f", extrapolated from {steps}"
-    return f"{KINDS[OURS].label}, {results['flags']['precision']}, {FULL_STEPS} steps{how}"
+    return (
+        f"{KINDS[OURS].label}, {results['flags']['precision']}, {FULL_STEPS} steps, extrapolated "
+        f"from 1 and {1 + steps}"
+    )
 
 
 def _rows(results: dict) -> list[list[str]]:
@@ -155,7 +166,7 @@ def _rows(results: dict) -> list[list[str]]:
             str(point["size"]),
             number(point["images_per_second"]),
             f"{point['images_per_second'] / first:.2f}",
-            number(point["draw"]["step_seconds"]),
+            number(point["step_seconds"]),
             number(point["full_seconds"]),
             gigabytes(point["peak_memory_bytes"]),
         ]
@@ -179,9 +190,13 @@ def _charts(results: dict) -> str:
     measured = results["points"]
     smallest = min(point["size"] for point in measured)
     fewest = min(point["batch"] for point in measured)
-    by_batch = [(p["batch"], p["images_per_second"]) for p in measured if p["size"] == smallest]
+    by_batch = [
+        (p["batch"], p["images_per_second"], str(p["batch"]))
+        for p in measured
+        if p["size"] == smallest
+    ]
     by_pixels = [
-        (p["size"] ** 2 / 1e6, p["images_per_second"] * p["size"] ** 2 / 1e6)
+        (p["size"] ** 2, p["images_per_second"] * p["size"] ** 2 / 1e6, f"{p['size']}²")
         for p in measured
         if p["batch"] == fewest
     ]
@@ -190,26 +205,26 @@ def _charts(results: dict) -> str:
         f"<section><h2>Pictures per second by batch</h2><p>{smallest} px.</p>"
         f"{curve(by_batch, 'pictures in a batch')}</section>"
         f"<section><h2>Megapixels per second by size</h2><p>Batch {fewest}.</p>"
-        f"{curve(by_pixels, 'megapixels of a picture')}</section>"
+        f"{curve(by_pixels, 'pixels of a picture')}</section>"
         f"<section><h2>All figures</h2>{figures}</section>"
     )
 
 
-def curve(values: list[tuple[float, float]], label: str) -> str:
-    """A line through the points, both axes from zero."""
-    right, top = max(x for x, _ in values), max(y for _, y in values)
+def curve(values: list[tuple[float, float, str]], label: str) -> str:
+    """A line through the points (x, y, x in words), both axes from zero."""
+    right, top = max(x for x, _, _ in values), max(y for _, y, _ in values)
 
     def place(x, y):
         across = MARGIN + x / right * (WIDTH - 2 * MARGIN)
         return f"{across:.1f}", f"{HEIGHT - MARGIN - y / top * (HEIGHT - 2 * MARGIN):.1f}"
 
-    places = [place(*value) for value in values]
+    places = [place(x, y) for x, y, _ in values]
     line = " ".join(",".join(at) for at in places)
     marks = "".join(
         f'<circle cx="{x}" cy="{y}" r="3.5" fill="var(--main)"/>'
         f'<text x="{x}" y="{float(y) - 8:.1f}" text-anchor="middle">{number(value)}</text>'
-        f'<text x="{x}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{number(at)}</text>'
-        for (x, y), (at, value) in zip(places, values, strict=True)
+        f'<text x="{x}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{at}</text>'
+        for (x, y), (_, value, at) in zip(places, values, strict=True)
     )
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
