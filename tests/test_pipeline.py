@@ -1,6 +1,8 @@
 """The runtime: what a call gives, and every way in which it can be wrong."""
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -103,6 +105,21 @@ def test_image_to_image(pipe):
         assert "image_encoder" in result.timings
     larger = picture.resize((128, 128))
     assert pipe("b", num_steps=2, seed=1, image=larger).images.shape == (1, 64, 64, 3)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc keeps what is freed")
+def test_loading_gives_freed_memory_back():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    folder = micro_export()
+    pieces = [bytes([i % 256]) * 4000 for i in range(200_000)]
+    kept = pieces[::100]  # between the others, so that the C library gives none back by itself
+    del pieces
+    before = resident()
+    pipe = Pipeline.load(folder, jit_compile=False)
+    assert before - resident() > 200e6
+    assert pipe.manifest.batch_size and kept
 
 
 def test_several_devices():
