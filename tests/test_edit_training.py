@@ -371,3 +371,5 @@ def test_refusals(tmp_path, capsys):
     assert "precompute goes with flip=0" in capsys.readouterr().err
     assert instruct(tmp_path / "c", "--dropout", "0.5") == 1
     assert "dropout is from 0 to 1/3. Received: 0.5" in capsys.readouterr().err
+    assert instruct(tmp_path / "d", "--size", "15") == 1
+    assert "--size is a positive multiple of 2. Received: 15" in capsys.readouterr().err

@@ -74,6 +74,7 @@ ALLOWED = {
         "pictures",
         "pipeline",
         "generate",
+        "jax",
     },
 }
 

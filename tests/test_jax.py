@@ -15,11 +15,14 @@ import pytest
 
 from sd_tf.checkpoints import TINY_FOLDER, make_random
 from sd_tf.components.fixed import Fixed
+from sd_tf.config import FAMILIES
 from sd_tf.jax import JaxPipeline, compile_pipeline, make_mesh
 from sd_tf.jax.__main__ import main
 from sd_tf.jax.chips import CHIPS, chip_of, outlook, row
 from sd_tf.jax.compiled import FILE_NAME
 from sd_tf.manifest import ExportError
+from sd_tf.training import ahead
+from sd_tf.training.__main__ import main as training
 from sd_tf.weights import Checkpoint, open_checkpoint
 from tests import micro
 from tests.exports import micro_folder, small_folder
@@ -351,3 +354,49 @@ def test_the_outlook():
     assert row("x", larger, chip, images=4, chips=4)[3] == "17.00 of 16.0, does not fit"
     assert found.seconds == pytest.approx(21.5)
     assert row("x", found, chip, images=4, chips=4)[-1] == "0.19"
+
+
+EDITS = replace(micro.CONFIG, unet=replace(micro.CONFIG.unet, in_channels=8)).check()
+MEMORY = ["memory", "--topology", "v5e:2x2", "--batch_size", "8"]
+
+
+def test_what_training_would_hold(monkeypatch, capfd):
+    """In place of the slice, whose compiler takes minutes for a gradient, the devices here."""
+    seen, held = [], ahead.held
+    monkeypatch.setattr(ahead, "held", lambda *given: seen.append(held(*given)) or seen[-1])
+    monkeypatch.setattr(ahead, "slice_devices", lambda topology: jax.devices())
+    monkeypatch.setitem(FAMILIES, "instruct-pix2pix", EDITS)
+    assert training([*MEMORY, "--family", "instruct-pix2pix"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "instruct-pix2pix, 16 px, 8 examples on v5e:2x2, mixed_bfloat16" in " ".join(lines)
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| kept", "| computed again"]
+
+    kept, again = seen
+    weights = sum(t.size for t in open_checkpoint(micro_folder()).tensors("unet").values())
+    weights += 9 * 4 * EDITS.unet.channels[0]  # for the picture before
+    assert kept.state == again.state == 4 * (3 * weights + 1)  # two moments; the count of updates
+    assert 0 < kept.temporaries < 1e8
+    assert 1.1 < again.flops / kept.flops < 1.5
+
+
+def test_what_a_chip_holds_as_a_row():
+    found = ahead.Held(10**9, 14 * 10**9, 2 * 10**9, 394e12, 8e11, compile_seconds=1.0)
+    cells = found.row("kept", CHIPS["v5e"], examples=8, chips=4)
+    assert cells[:4] == ["kept", "1.00", "14.00", "17.00 of 16.0, does not fit"]
+    assert cells[4:] == ["197.00", "400.0", "2.000", "4.0"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--family", "sdxl-base"], "Training is of checkpoints with one text encoder"),
+        (["--family", "sd1", "--topology", "v1:2x2"], "one of v5e, v5p, v6e, and a shape"),
+        (["--family", "sd1", "--batch_size", "6"], "divided evenly among 4 devices"),
+        (["--family", "sd1", "--accumulate", "3"], "accumulate divides batch_size"),
+        (["--family", "sd1", "--size", "100"], "--size is a positive multiple of 8"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_memory_refuses(capsys, flags, message):
+    assert training([*MEMORY, *flags]) == 1
+    assert message in capsys.readouterr().err

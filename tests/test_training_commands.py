@@ -163,3 +163,6 @@ def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
     assert "with one text encoder and no further inputs" in capsys.readouterr().err
     assert tune(tmp_path / "absent", captioned) == 1
     assert "No such file or folder" in capsys.readouterr().err
+    _, folder = small_pipelines("sd1")
+    assert tune(folder, captioned, "--size", "0") == 1
+    assert "--size is a positive multiple of 8. Received: 0" in capsys.readouterr().err

@@ -105,13 +105,13 @@ def compile_endpoint(
         "trace_seconds": round(traced - start, 2),
         "compile_seconds": round(seconds, 2),
         "weight_bytes": bytes_per_device(placed[0], arguments[0]),
-        **_figures(code),
+        **figures_of(code),
     }
     outputs = tuple(sorted(lowered.out_info))
     return code, on_disk.Signature(weights, state, inputs, outputs, figures)
 
 
-def _figures(code: jax.stages.Compiled) -> dict[str, float]:
+def figures_of(code: jax.stages.Compiled) -> dict[str, float]:
     """The compiler's own, for each device. A loop's body counts once."""
     memory, costs = code.memory_analysis(), code.cost_analysis()
     return {

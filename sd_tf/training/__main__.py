@@ -8,7 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-from sd_tf.config import ConfigError
+from sd_tf.config import FAMILIES, ConfigError, PipelineConfig
 from sd_tf.manifest import ExportError
 from sd_tf.training.settings import PRECISIONS, Averaging, Settings, TrainingError
 
@@ -106,6 +106,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     pairs.add_argument("--size", type=int, default=64, help="pixels")
     pairs.add_argument("--seed", type=int, default=0)
 
+    slices = commands.add_parser(
+        "memory", help="what fine-tuning holds and takes on a TPU slice that need not be here"
+    )
+    slices.set_defaults(backend="jax")
+    slices.add_argument("--family", choices=FAMILIES, required=True, help="from shapes alone")
+    slices.add_argument("--topology", required=True, help="a TPU slice, like v5e:2x2")
+    slices.add_argument("--size", type=int, help="pixels; default: the family's own")
+    slices.add_argument("--batch_size", type=int, required=True, help="of all chips together")
+    slices.add_argument("--accumulate", type=int, default=1, help="parts that it is computed in")
+    slices.add_argument("--precision", choices=PRECISIONS, default="mixed_bfloat16")
+
     measure = commands.add_parser("eval", help="how often an export draws what it is asked for")
     _add_measuring(measure)
     measure.add_argument("--prompts", type=int, default=250, help="in each of the four groups")
@@ -183,6 +194,16 @@ def _settings(options: argparse.Namespace) -> Settings:
     ).check()
 
 
+def _size(options: argparse.Namespace, config: PipelineConfig) -> int:
+    """Of the pictures."""
+    size = config.default_size if options.size is None else options.size
+    if size < 1 or size % config.vae.downscale:
+        raise TrainingError(
+            f"--size is a positive multiple of {config.vae.downscale}. Received: {size}"
+        )
+    return size
+
+
 def _world_count(data: str) -> int | None:
     """N of world:N."""
     kind, _, count = data.partition(":")
@@ -229,7 +250,7 @@ def tune(options: argparse.Namespace) -> None:
     from sd_tf.weights import open_checkpoint
 
     checkpoint = open_checkpoint(options.checkpoint, scheduler=options.scheduler)
-    size = options.size or checkpoint.config.default_size
+    size = _size(options, checkpoint.config)
     count = _world_count(options.data)
     if count is not None:
         source = data.World(count, size)
@@ -266,7 +287,7 @@ def instruct(options: argparse.Namespace) -> None:
     from sd_tf.weights import open_checkpoint
 
     checkpoint = open_checkpoint(options.base, scheduler=options.scheduler)
-    size = options.size or checkpoint.config.default_size
+    size = _size(options, checkpoint.config)
     count = _world_count(options.data)
     if count is None:
         pairs = open_pairs(options.data, options.on_error, host, _report)
@@ -308,6 +329,19 @@ def write_pairs(options: argparse.Namespace) -> None:
     )
 
 
+def tell_memory(options: argparse.Namespace) -> None:
+    from sd_tf.training import ahead
+
+    config = FAMILIES[options.family]
+    settings = Settings(
+        steps=1000,
+        batch_size=options.batch_size,
+        accumulate=options.accumulate,
+        precision=options.precision,
+    ).check()
+    ahead.table(config, _size(options, config), settings, options.topology, _report)
+
+
 def evaluate(options: argparse.Namespace) -> None:
     from sd_tf.pipeline import Pipeline
     from sd_tf.training import evaluate, evaluate_edits
@@ -326,6 +360,7 @@ COMMANDS = {
     "instruct_pix2pix": instruct,
     "ema_study": study_averages,
     "edit_pairs": write_pairs,
+    "memory": tell_memory,
     "eval": evaluate,
     "eval_edits": evaluate,
 }

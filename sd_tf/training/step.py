@@ -10,10 +10,9 @@ from sd_tf.training.settings import Settings
 
 def compiled_step(loss, optimizer, average, settings: Settings):
     """A function of a batch (arrays by name) that updates everything and returns the figures."""
-    trained = loss.trainable_variables
-    optimizer.build(trained)
+    optimizer.build(loss.trainable_variables)
     make = _jax_step if keras.backend.backend() == "jax" else _tensorflow_step
-    return make(loss, optimizer, average, trained, settings)
+    return make(loss, optimizer, average, settings)
 
 
 def state_of(loss, optimizer, average) -> list[keras.Variable]:
@@ -23,6 +22,14 @@ def state_of(loss, optimizer, average) -> list[keras.Variable]:
         *optimizer.variables,
         *(average.variables if average is not None else []),
     ]
+
+
+def frozen_of(loss) -> list[keras.Variable]:
+    """What the loss reads and a run leaves as it is. Arguments of the update, too: XLA would copy
+    constants into the code, and fold them.
+    """
+    trained = {id(v) for v in loss.trainable_variables}
+    return [v for v in loss.variables if id(v) not in trained]
 
 
 def _accumulated(gradients_of, batch, count):
@@ -51,9 +58,10 @@ def _update(gradients, optimizer, average, trained):
         average.update(step)
 
 
-def _tensorflow_step(loss, optimizer, average, trained, settings):
+def _tensorflow_step(loss, optimizer, average, settings):
     import tensorflow as tf
 
+    trained = loss.trainable_variables
     values = [v.value for v in trained]
 
     def gradients_of(batch):
@@ -76,15 +84,19 @@ def _tensorflow_step(loss, optimizer, average, trained, settings):
     return run
 
 
-def _jax_step(loss, optimizer, average, trained, settings):
+def jax_update(loss, optimizer, average, settings):
+    """A pure function: values of `state_of`, of `frozen_of`, a batch → the state after, figures."""
     import jax
 
-    variables = state_of(loss, optimizer, average)
+    trained, variables = loss.trainable_variables, state_of(loss, optimizer, average)
+    frozen = frozen_of(loss)
 
-    def step(state, batch):
+    def update(state, fixed, batch):
+        given = list(zip(frozen, fixed, strict=True))
+
         def gradients_of(part):
             def value_of(values):
-                with keras.StatelessScope(zip(trained, values, strict=True)):
+                with keras.StatelessScope([*zip(trained, values, strict=True), *given]):
                     return loss(part)
 
             return jax.grad(value_of, has_aux=True)(state[: len(trained)])
@@ -95,11 +107,20 @@ def _jax_step(loss, optimizer, average, trained, settings):
         after = (scope.get_current_value(v) for v in variables)
         return [old if new is None else new for old, new in zip(state, after, strict=True)], figures
 
+    return update
+
+
+def _jax_step(loss, optimizer, average, settings):
+    import jax
+
+    variables, frozen = state_of(loss, optimizer, average), frozen_of(loss)
+    update = jax_update(loss, optimizer, average, settings)
     if settings.jit_compile:
-        step = jax.jit(step, donate_argnums=0)
+        update = jax.jit(update, donate_argnums=0)
 
     def run(batch):
-        state, figures = step([v.value for v in variables], placed(batch))
+        fixed = [v.value for v in frozen]
+        state, figures = update([v.value for v in variables], fixed, placed(batch))
         for variable, value in zip(variables, state, strict=True):
             variable._value = value
         return {name: np.asarray(value) for name, value in figures.items()}
