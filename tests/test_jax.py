@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -12,11 +13,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sd_tf.checkpoints import TINY_FOLDER, make_random
 from sd_tf.components.fixed import Fixed
 from sd_tf.config import FAMILIES
-from sd_tf.jax import JaxPipeline, compile_pipeline, make_mesh
+from sd_tf.jax import JaxPipeline, chips, compile_pipeline, make_mesh
+from sd_tf.jax import ahead as compiling
 from sd_tf.jax.__main__ import main
 from sd_tf.jax.chips import CHIPS, chip_of, outlook, row
 from sd_tf.jax.compiled import FILE_NAME
@@ -318,6 +322,36 @@ def test_a_slice_elsewhere(tmp_path, capfd):
     assert segment["flops"] > 1e7
 
 
+def test_what_a_chip_cannot_hold():
+    mesh = make_mesh(chips.slice_devices("v5e:2x2"))
+    shape = jax.ShapeDtypeStruct((2**16, 2**16), "float32", sharding=NamedSharding(mesh, P()))
+    with pytest.raises(chips.DoesNotFitError, match=r"exceeds available HBM.*Fewer examples"):
+        chips.compiled(jax.jit(lambda matrix: matrix @ matrix).lower(shape))
+
+
+def test_a_batch_that_does_not_fit(tmp_path, capfd, monkeypatch):
+    """Its row says so, and the others have theirs."""
+    compile_endpoint = compiling.compile_endpoint
+
+    def up_to_four(component, endpoint, mesh, batch_size):
+        if batch_size > 4 and endpoint == "segment":
+            raise chips.DoesNotFitError("Ran out of memory.")
+        return compile_endpoint(component, endpoint, mesh, batch_size)
+
+    monkeypatch.setattr(compiling, "compile_endpoint", up_to_four)
+    make_random(micro.CONFIG, tmp_path / "checkpoint")
+    flags = ["--checkpoint", str(tmp_path / "checkpoint"), "--topology", "v5e:2x2"]
+    assert main(["compile", *flags, "--batch_size", "8,4", "--sweep"]) == 0
+    said = capfd.readouterr().out
+    assert "diffusion_model.segment: Ran out of memory." in said
+    assert "| v5e:2x2, 8 | – | – | does not fit |" in said
+    assert re.search(r"\| v5e:2x2, 4 \| \d", said)
+    out = tmp_path / "exports"
+    assert main(["compile", *flags, "--batch_size", "8", "--out", str(out)]) == 1
+    assert "Ran out of memory." in capfd.readouterr().err
+    assert not out.exists()
+
+
 def test_a_shape_that_no_slice_has(capsys):
     assert main(["compile", "--family", "sd1", "--topology", "v5e:3x5x7", "--sweep"]) == 1
     assert "The topology v5e:3x5x7 cannot be described" in capsys.readouterr().err
@@ -377,6 +411,20 @@ def test_what_training_would_hold(monkeypatch, capfd):
     assert kept.state == again.state == 4 * (3 * weights + 1)  # two moments; the count of updates
     assert 0 < kept.temporaries < 1e8
     assert 1.1 < again.flops / kept.flops < 1.5
+
+
+def test_training_that_does_not_fit(monkeypatch, capfd):
+    def only_again(config, size, settings, devices):
+        if not settings.gradient_checkpointing:
+            raise chips.DoesNotFitError("Ran out of memory.")
+        return ahead.Held(10**9, 10**9, 0, 1e12, 1e9, compile_seconds=1.0)
+
+    monkeypatch.setattr(ahead, "held", only_again)
+    assert training([*MEMORY, "--family", "instruct-pix2pix"]) == 0
+    said = capfd.readouterr().out
+    assert "kept: Ran out of memory." in said
+    assert "| kept | – | – | does not fit |" in said
+    assert "| computed again | 1.00 | 1.00 | 2.00 of 16.0 |" in said
 
 
 def test_what_a_chip_holds_as_a_row():

@@ -37,6 +37,10 @@ CHIPS = {
 }
 
 
+class DoesNotFitError(ExportError):
+    """The compiler found no way to stay within a chip's memory."""
+
+
 @dataclass(frozen=True)
 class Outlook:
     """For one chip of a slice; times are estimates from published peaks."""
@@ -113,6 +117,24 @@ def slice_devices(topology: str) -> list[jax.Device]:
             f"(pip install 'sd_tf[tpu]') and a shape that the generation has, like v5e:2x2."
         ) from error
     return list(found.devices)
+
+
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """For the devices that it is lowered for, if what it holds fits one."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if "RESOURCE_EXHAUSTED" not in reason:
+            raise
+        raise DoesNotFitError(
+            f"{reason} Fewer examples to a chip need less, and so does a narrower precision."
+        ) from error
+
+
+def no_row(label: str) -> list[str]:
+    """Of what does not fit, as in `HEADINGS`."""
+    return [label, "–", "–", "does not fit", "–", "–", "–", "–"]
 
 
 def row(label: str, found: Outlook, chip: Chip, images: int, chips: int) -> list[str]:

@@ -111,12 +111,17 @@ def _one(options, checkpoint, topology, batch) -> dict:
         geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, fixed.batch_size)
         parts = ahead.components(checkpoint, fixed, mesh)
-        for name in chips.RUNS:
-            component, endpoint = name.split(".")
-            _, signature = ahead.compile_endpoint(
-                parts[component], endpoint, mesh, fixed.batch_size
-            )
-            report(name, signature.report)
+        try:
+            for name in chips.RUNS:
+                component, endpoint = name.split(".")
+                _, signature = ahead.compile_endpoint(
+                    parts[component], endpoint, mesh, fixed.batch_size
+                )
+                report(name, signature.report)
+        except chips.DoesNotFitError as error:
+            print(f"{name}: {error}", flush=True)
+            row = chips.no_row(label)
+            return {"label": label, "topology": topology, "programs": reports, "row": row}
         calls = programs.calls_of(parts)
     else:
         manifest = ahead.compile_pipeline(

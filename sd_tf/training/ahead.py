@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sd_tf.config import PipelineConfig
 from sd_tf.jax.ahead import figures_of
-from sd_tf.jax.chips import GB, Chip, chip_of, slice_devices
+from sd_tf.jax.chips import GB, Chip, DoesNotFitError, chip_of, compiled, no_row, slice_devices
 from sd_tf.jax.sharding import check_mesh, make_mesh, of_value
 from sd_tf.models import deferred_variables
 from sd_tf.training.losses import Denoising, recomputed
@@ -94,7 +94,7 @@ def held(
     }
     lowered = jax.jit(update, donate_argnums=0).lower(state, fixed, batch)
     start = time.perf_counter()
-    figures = figures_of(lowered.compile())
+    figures = figures_of(compiled(lowered))
     seconds = time.perf_counter() - start
     counted = sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in (*state, *fixed))
     inputs = figures["argument_bytes"] - counted + figures["output_bytes"]
@@ -134,7 +134,12 @@ def table(
     chip, devices = chip_of(topology), slice_devices(topology)
     rows = []
     for label, again in (("kept", False), ("computed again", True)):
-        found = held(config, size, replace(settings, gradient_checkpointing=again), devices)
+        try:
+            found = held(config, size, replace(settings, gradient_checkpointing=again), devices)
+        except DoesNotFitError as error:
+            report(f"{label}: {error}")
+            rows.append(no_row(label))
+            continue
         report(f"{label}: compiled in {found.compile_seconds:.1f} s")
         rows.append(found.row(label, chip, settings.batch_size, len(devices)))
     report(
