@@ -353,6 +353,23 @@ def test_a_picture_chosen_before_the_server_has_answered(page, tmp_path):
     expect(page.locator("#given-picture")).to_be_visible()
 
 
+def test_what_is_entered_before_the_server_has_answered(page):
+    page.fill("#prompt", "from before the reload")
+    held = []
+    page.route("**/about", lambda route: held.append(route))
+    page.reload()
+    page.fill("#prompt", PROMPT)
+    page.fill("#num_steps", "3")
+    page.uncheck("#random")
+    held.pop().continue_()
+    expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    expect(page.locator("#prompt")).to_have_value(PROMPT)
+    expect(page.locator("#num_steps")).to_have_value("3")
+    expect(page.locator("#scheduler")).not_to_have_value("")
+    expect(page.locator("#random")).not_to_be_checked()
+    expect(page.locator("#seed")).to_be_enabled()
+
+
 def test_a_file_that_is_no_picture(page, tmp_path):
     (tmp_path / "words.png").write_text("words")
     page.set_input_files("#image", tmp_path / "words.png")

@@ -9,6 +9,7 @@ const VALUES = [
   "scheduler", "seed", "count",
 ];
 const FIELDS = [...VALUES, ...files.NAMES];
+const TICKS = ["random", "live"];
 // What a picture is for → the fields that it brings, and what the prompt is called.
 const USES = {
   start: { shown: ["image", "strength"], needed: [], prompt: "Prompt" },
@@ -49,8 +50,19 @@ export function setUp(about) {
     scheduler: about.default_scheduler,
     count: 1,
     ...kept(),
+    ...entered(),
   });
   listen();
+}
+
+// Before the server had answered.
+function entered() {
+  const written = VALUES.filter((name) => byId(name).value !== "");
+  const ticked = TICKS.filter((name) => byId(name).checked !== byId(name).defaultChecked);
+  return {
+    ...Object.fromEntries(written.map((name) => [name, byId(name).value])),
+    ...Object.fromEntries(ticked.map((name) => [name, byId(name).checked])),
+  };
 }
 
 function listen() {
