@@ -16,6 +16,29 @@ class ExportError(ValueError):
     """An export that cannot be made, or cannot be used: the rule, and how to mend it."""
 
 
+def write_record(record, path: Path, version: int) -> None:
+    """A dataclass as JSON that says in which version of its format it is."""
+    content = {"format_version": version, **dataclasses.asdict(record)}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_record(path: Path, version: int, again: str) -> dict[str, Any]:
+    """The fields, unchecked; `again` is what to do where the file is of no use."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content.pop("format_version")
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ExportError(
+            f"{path} cannot be read: {error!r}. {again[0].upper()}{again[1:]}."
+        ) from error
+    if found != version:
+        raise ExportError(
+            f"{path} has format version {found!r}, this sd_tf reads {version}: use the sd_tf that "
+            f"wrote it, or {again}."
+        )
+    return content
+
+
 @dataclass(frozen=True)
 class Component:
     """One SavedModel: the signatures that it serves and the files that it consists of."""
@@ -76,8 +99,7 @@ class Manifest:
         return calls[num_steps - 1]
 
     def write(self, folder: Path) -> None:
-        content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-        (folder / FILE_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_record(self, folder / FILE_NAME, FORMAT_VERSION)
 
     @classmethod
     def read(cls, folder: str | Path) -> "Manifest":
@@ -87,16 +109,7 @@ class Manifest:
                 f"{folder} is not an export: it has no {FILE_NAME}. "
                 f"Make one with serialize_savedmodels.py."
             )
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            version = content.pop("format_version")
-        except (ValueError, AttributeError, KeyError) as error:
-            raise ExportError(f"{path} cannot be read: {error!r}. Export again.") from error
-        if version != FORMAT_VERSION:
-            raise ExportError(
-                f"{path} has format version {version!r}, this sd_tf reads {FORMAT_VERSION}: use "
-                f"the sd_tf that wrote it, or export again."
-            )
+        content = read_record(path, FORMAT_VERSION, "export again")
         expected = {field.name for field in dataclasses.fields(cls)}
         if expected != content.keys():
             raise ExportError(

@@ -303,8 +303,9 @@ def test_damaged_exports(copy):
         refused(message)
     path.write_text(json.dumps({k: v for k, v in manifest.items() if k != "calls"}))
     refused(r"missing \['calls'\], unknown nothing")
-    path.write_text("{")
-    refused(r"pipeline\.json cannot be read")
+    for content in ("{", "[]", "3"):
+        path.write_text(content)
+        refused(r"pipeline\.json cannot be read: .*\. Export again")
     path.unlink()
     refused(r"is not an export: it has no pipeline\.json")
     path.write_text(json.dumps(manifest))

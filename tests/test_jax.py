@@ -236,7 +236,10 @@ def test_a_later_format(compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "later")
     path = tmp_path / "later" / FILE_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
-    with pytest.raises(ExportError, match=r"format version 99, this release reads 1"):
+    with pytest.raises(ExportError, match=r"version 99, this sd_tf reads 1: .* or compile again"):
+        JaxPipeline.load(tmp_path / "later")
+    path.write_text("{")
+    with pytest.raises(ExportError, match=r"compiled\.json cannot be read: .*\. Compile again"):
         JaxPipeline.load(tmp_path / "later")
 
 

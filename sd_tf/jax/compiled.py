@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from sd_tf.compile_cache import processor
 from sd_tf.jax.program import Program
 from sd_tf.jax.sharding import DATA, MODEL, of_value, of_weight, place
-from sd_tf.manifest import ExportError
+from sd_tf.manifest import ExportError, read_record, write_record
 
 FILE_NAME = "compiled.json"
 FORMAT_VERSION = 1
@@ -93,8 +93,7 @@ class Compiled:
     programs: dict[str, dict[str, Signature]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-        (folder / FILE_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_record(self, folder / FILE_NAME, FORMAT_VERSION)
 
     @classmethod
     def read(cls, folder: Path) -> "Compiled":
@@ -104,20 +103,14 @@ class Compiled:
                 f"{folder} was not compiled ahead of time: it has no {FILE_NAME}. Make it with "
                 f"python -m sd_tf.jax compile."
             )
+        content = read_record(path, FORMAT_VERSION, "compile again")
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            version = content.pop("format_version")
-            if version != FORMAT_VERSION:
-                raise ExportError(
-                    f"{path} has format version {version}, this release reads {FORMAT_VERSION}. "
-                    f"Compile again."
-                )
             programs = {
                 component: {name: Signature(**part) for name, part in endpoints.items()}
                 for component, endpoints in content.pop("programs").items()
             }
             return cls(Target(**content.pop("target")), programs=programs, **content)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ExportError(f"{path} cannot be read: {error!r}. Compile again.") from error
 
 
