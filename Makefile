@@ -39,13 +39,12 @@ bench-peers: $(VENV)/bench.stamp
 	$(BIN)/python -m sd_tf.bench starts --export_dir exports/tiny \
 	    --json out/peers/report/starts-tiny.json
 
-# Two groups at a time, the longest first; the full-size models come last and alone, because they want
-# the memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The
-# packages come before, or the groups that want none of Debian's would begin first.
+# Two groups at a time, the longest first, and the full-size models after the servers: both want the
+# memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The packages
+# come before, or the groups that want none of Debian's would begin first.
 test: lint $(VENV)/debian.stamp
-	$(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-parity \
-	    test-jax test-jax-parity
-	$(MAKE) test-full-size
+	$(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-full-size \
+	    test-parity test-jax test-jax-parity
 
 PYTEST := $(BIN)/python -m pytest --durations=12
 SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)

@@ -325,11 +325,15 @@ def test_a_slice_elsewhere(tmp_path, capfd):
     assert segment["flops"] > 1e7
 
 
-def test_what_a_chip_cannot_hold():
-    mesh = make_mesh(chips.slice_devices("v5e:2x2"))
-    shape = jax.ShapeDtypeStruct((2**16, 2**16), "float32", sharding=NamedSharding(mesh, P()))
-    with pytest.raises(chips.DoesNotFitError, match=r"exceeds available HBM.*Fewer examples"):
-        chips.compiled(jax.jit(lambda matrix: matrix @ matrix).lower(shape))
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_what_a_chip_cannot_hold(topology):
+    mesh = make_mesh(chips.slice_devices(topology))
+    shape = jax.ShapeDtypeStruct((2**18, 2**18), "float32", sharding=NamedSharding(mesh, P()))
+    lowered = jax.jit(lambda matrix: matrix @ matrix).lower(shape)
+    with pytest.raises(chips.DoesNotFitError, match="Fewer examples to a chip") as refused:
+        chips.compiled(lowered)
+    available = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(refused.value))[1]
+    assert chip_of(topology).memory_bytes == float(available) * 2**30
 
 
 def test_a_batch_that_does_not_fit(tmp_path, capfd, monkeypatch):
@@ -388,7 +392,7 @@ def test_the_outlook():
     reports["decoder.serving_default"] = report(2e9, 6e9, 0.0, 0.0)
     larger = outlook(reports, chip, calls=20)
     assert not larger.fits(chip)
-    assert row("x", larger, chip, images=4, chips=4)[3] == "17.00 of 16.0, does not fit"
+    assert row("x", larger, chip, images=4, chips=4)[3] == "17.00 of 16.9, does not fit"
     assert found.seconds == pytest.approx(21.5)
     assert row("x", found, chip, images=4, chips=4)[-1] == "0.19"
 
@@ -427,13 +431,13 @@ def test_training_that_does_not_fit(monkeypatch, capfd):
     said = capfd.readouterr().out
     assert "kept: Ran out of memory." in said
     assert "| kept | – | – | does not fit |" in said
-    assert "| computed again | 1.00 | 1.00 | 2.00 of 16.0 |" in said
+    assert "| computed again | 1.00 | 1.00 | 2.00 of 16.9 |" in said
 
 
 def test_what_a_chip_holds_as_a_row():
     found = ahead.Held(10**9, 14 * 10**9, 2 * 10**9, 394e12, 8e11, compile_seconds=1.0)
     cells = found.row("kept", CHIPS["v5e"], examples=8, chips=4)
-    assert cells[:4] == ["kept", "1.00", "14.00", "17.00 of 16.0, does not fit"]
+    assert cells[:4] == ["kept", "1.00", "14.00", "17.00 of 16.9, does not fit"]
     assert cells[4:] == ["197.00", "400.0", "2.000", "4.0"]
 
 

@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from sd_tf.manifest import ExportError
 
 GB = 1e9
+GIB = 2**30
 NO_CHIPS = "TPU_SKIP_MDS_QUERY"  # JAX sets it to 1 on a machine without a TPU
 # There libtpu would complain that it finds no name for the machine's TPU, and lock out others.
 COMPILE_ONLY = {
@@ -22,18 +23,18 @@ COMPILE_ONLY = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A maker's published figures: bfloat16 peak, memory and its bandwidth."""
+    """A maker's published bfloat16 peak and bandwidth; the memory that its compiler gives away."""
 
     flops: float
     memory_bytes: float
     bandwidth: float
 
 
-# By the topology's first word; Google Cloud's documentation of each generation.
+# By the topology's first word; Google Cloud's documentation of each generation, and libtpu's limit.
 CHIPS = {
-    "v5e": Chip(197e12, 16e9, 800e9),
-    "v5p": Chip(459e12, 95e9, 2765e9),
-    "v6e": Chip(918e12, 32e9, 1600e9),
+    "v5e": Chip(197e12, 15.75 * GIB, 800e9),
+    "v5p": Chip(459e12, 95.73 * GIB, 2765e9),
+    "v6e": Chip(918e12, 31.24 * GIB, 1600e9),
 }
 
 
