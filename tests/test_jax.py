@@ -1,6 +1,7 @@
 """What is JAX's alone: meshes, compiling ahead of time, slices that are somewhere else."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from sd_tf.config import FAMILIES
 from sd_tf.jax import JaxPipeline, chips, compile_pipeline, make_mesh
 from sd_tf.jax import ahead as compiling
 from sd_tf.jax.__main__ import main
-from sd_tf.jax.chips import CHIPS, chip_of, outlook, row
+from sd_tf.jax.chips import CHIPS, chip_of, outlook, row, runs_of
 from sd_tf.jax.compiled import FILE_NAME
 from sd_tf.manifest import ExportError
 from sd_tf.training import ahead
@@ -331,7 +332,7 @@ def test_what_a_chip_cannot_hold(topology):
     shape = jax.ShapeDtypeStruct((2**18, 2**18), "float32", sharding=NamedSharding(mesh, P()))
     lowered = jax.jit(lambda matrix: matrix @ matrix).lower(shape)
     with pytest.raises(chips.DoesNotFitError, match="Fewer examples to a chip") as refused:
-        chips.compiled(lowered)
+        chips.compile_lowered(lowered)
     available = re.search(r"exceeds available HBM \(([\d.]+)G\)", str(refused.value))[1]
     assert chip_of(topology).memory_bytes == float(available) * 2**30
 
@@ -385,16 +386,16 @@ def test_the_outlook():
         "diffusion_model.segment": report(8e9, 4e9, chip.flops, 0.0),  # by arithmetic: 1 s a step
         "decoder.serving_default": report(2e9, 3e9, chip.flops / 2, chip.bandwidth / 4),
     }
-    found = outlook(reports, chip, calls=20)
+    found = outlook(reports, chip, runs_of(calls=20))
     assert found.weight_bytes == 11e9
     assert found.memory_bytes == 11e9 + 4e9 + 15 + 3
     assert found.fits(chip)
     reports["decoder.serving_default"] = report(2e9, 6e9, 0.0, 0.0)
-    larger = outlook(reports, chip, calls=20)
+    larger = outlook(reports, chip, runs_of(calls=20))
     assert not larger.fits(chip)
-    assert row("x", larger, chip, images=4, chips=4)[3] == "17.00 of 16.9, does not fit"
+    assert row("x", larger, chip, made=4, chips=4)[3] == "17.00 of 16.9, does not fit"
     assert found.seconds == pytest.approx(21.5)
-    assert row("x", found, chip, images=4, chips=4)[-1] == "0.19"
+    assert row("x", found, chip, made=4, chips=4)[-1] == "0.186"
 
 
 EDITS = replace(micro.CONFIG, unet=replace(micro.CONFIG.unet, in_channels=8)).check()
@@ -405,7 +406,7 @@ def test_what_training_would_hold(monkeypatch, capfd):
     """In place of the slice, whose compiler takes minutes for a gradient, the devices here."""
     seen, held = [], ahead.held
     monkeypatch.setattr(ahead, "held", lambda *given: seen.append(held(*given)) or seen[-1])
-    monkeypatch.setattr(ahead, "slice_devices", lambda topology: jax.devices())
+    monkeypatch.setattr(chips, "slice_devices", lambda topology: jax.devices())
     monkeypatch.setitem(FAMILIES, "instruct-pix2pix", EDITS)
     assert training([*MEMORY, "--family", "instruct-pix2pix"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -415,16 +416,17 @@ def test_what_training_would_hold(monkeypatch, capfd):
     kept, again = seen
     weights = sum(t.size for t in open_checkpoint(micro_folder()).tensors("unet").values())
     weights += 9 * 4 * EDITS.unet.channels[0]  # for the picture before
-    assert kept.state == again.state == 4 * (3 * weights + 1)  # two moments; the count of updates
-    assert 0 < kept.temporaries < 1e8
-    assert 1.1 < again.flops / kept.flops < 1.5
+    weights = 4 * (3 * weights + 1)  # two moments; the count of updates
+    assert kept["weight_bytes"] == again["weight_bytes"] == weights
+    assert 0 < kept["temporary_bytes"] < 1e8
+    assert 1.1 < again["flops"] / kept["flops"] < 1.5
 
 
 def test_training_that_does_not_fit(monkeypatch, capfd):
     def only_again(config, size, settings, devices):
         if not settings.gradient_checkpointing:
             raise chips.DoesNotFitError("Ran out of memory.")
-        return ahead.Held(10**9, 10**9, 0, 1e12, 1e9, compile_seconds=1.0)
+        return {**report(1e9, 1e9, 1e12, 1e9), "compile_seconds": 1.0}
 
     monkeypatch.setattr(ahead, "held", only_again)
     assert training([*MEMORY, "--family", "instruct-pix2pix"]) == 0
@@ -434,11 +436,14 @@ def test_training_that_does_not_fit(monkeypatch, capfd):
     assert "| computed again | 1.00 | 1.00 | 2.00 of 16.9 |" in said
 
 
-def test_what_a_chip_holds_as_a_row():
-    found = ahead.Held(10**9, 14 * 10**9, 2 * 10**9, 394e12, 8e11, compile_seconds=1.0)
-    cells = found.row("kept", CHIPS["v5e"], examples=8, chips=4)
-    assert cells[:4] == ["kept", "1.00", "14.00", "17.00 of 16.9, does not fit"]
-    assert cells[4:] == ["197.00", "400.0", "2.000", "4.0"]
+def test_a_row_has_three_digits():
+    figures = report(1e9, 14e9, 0.4e12, 12.345e9)
+    found = outlook({"update": figures}, CHIPS["v5e"], {"update": 1})
+    cells = row("kept", found, CHIPS["v5e"], made=8, chips=4)
+    assert cells[:4] == ["kept", "1.00", "14.00", "15.00 of 16.9"]
+    assert cells[4:] == ["0.200", "6.17", "0.0154", "518"]
+    unknown = replace(found, flops=math.nan, accessed_bytes=2e12, seconds=math.nan)
+    assert row("x", unknown, CHIPS["v5e"], 1, 1)[4:] == ["–", "2000", "–", "–"]
 
 
 @pytest.mark.parametrize(

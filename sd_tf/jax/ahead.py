@@ -14,7 +14,7 @@ from sd_tf.components.fixed import Fixed, geometry_of
 from sd_tf.components.text import empty_tokens_of
 from sd_tf.jax import compiled as on_disk
 from sd_tf.jax import programs
-from sd_tf.jax.chips import compiled
+from sd_tf.jax.chips import compile_lowered
 from sd_tf.jax.sharding import bytes_per_device, check_mesh
 from sd_tf.manifest import Component, Manifest, describe_files
 from sd_tf.publish import staging
@@ -99,7 +99,7 @@ def compile_endpoint(
     start = time.perf_counter()
     lowered = function.lower(*arguments)
     traced = time.perf_counter()
-    code = compiled(lowered)
+    code = compile_lowered(lowered)
     seconds = time.perf_counter() - traced
     weights, state, inputs = (on_disk.shapes_of(part) for part in arguments)
     figures = {

@@ -61,22 +61,23 @@ class Outlook:
         return self.memory_bytes <= chip.memory_bytes
 
 
-# Program → how often a call runs it, given the model calls of its loop.
-RUNS = {
-    "text_encoder.encode": lambda calls: 1,
-    "diffusion_model.segment": lambda calls: calls,
-    "decoder.serving_default": lambda calls: 1,
-}
+def runs_of(calls: int) -> dict[str, int]:
+    """Program → how often a picture's call runs it, given the model calls of its loop."""
+    return {
+        "text_encoder.encode": 1,
+        "diffusion_model.segment": calls,
+        "decoder.serving_default": 1,
+    }
 
 
-def outlook(reports: Mapping[str, dict], chip: Chip, calls: int) -> Outlook:
-    """From the compiler's figures, by program. A loop's body counts once in them: × `calls`."""
+def outlook(reports: Mapping[str, dict], chip: Chip, runs: Mapping[str, int]) -> Outlook:
+    """From the compiler's figures, by program. A loop's body counts once in them: × its runs."""
     flops = accessed = seconds = 0.0
-    for name, runs in RUNS.items():
+    for name, count in runs.items():
         report = reports[name]
-        flops += runs(calls) * report["flops"]
-        accessed += runs(calls) * report["accessed_bytes"]
-        seconds += runs(calls) * max(
+        flops += count * report["flops"]
+        accessed += count * report["accessed_bytes"]
+        seconds += count * max(
             report["flops"] / chip.flops, report["accessed_bytes"] / chip.bandwidth
         )
     of_component = {name.partition(".")[0]: r["weight_bytes"] for name, r in reports.items()}
@@ -120,7 +121,7 @@ def slice_devices(topology: str) -> list[jax.Device]:
     return list(found.devices)
 
 
-def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """For the devices that it is lowered for, if what it holds fits one."""
     try:
         return lowered.compile()
@@ -133,33 +134,44 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         ) from error
 
 
-def no_row(label: str) -> list[str]:
-    """Of what does not fit, as in `HEADINGS`."""
-    return [label, "–", "–", "does not fit", "–", "–", "–", "–"]
+def table(label: str, weights: str, unit: str, run: str, rows: list[list[str]]) -> str:
+    """Of `row`s: what they are named by, what stays on a chip, what is made, and by what."""
+    headings = [
+        label,
+        f"{weights}, GB a chip",
+        "temporaries",
+        "HBM in all",
+        f"TFLOP an {unit}",
+        f"GB an {unit}",
+        f"seconds {run} (estimate)",
+        f"{unit}s/s (estimate)",
+    ]
+    lines = (headings, ["---"] * len(headings), *rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def row(label: str, found: Outlook, chip: Chip, images: int, chips: int) -> list[str]:
-    """As in `HEADINGS`."""
+def row(label: str, found: Outlook, chip: Chip, made: int, chips: int) -> list[str]:
+    """Of a run that makes so many pictures, or learns from so many examples."""
     return [
         label,
         f"{found.weight_bytes / GB:.2f}",
         f"{found.temporary_bytes / GB:.2f}",
         f"{found.memory_bytes / GB:.2f} of {chip.memory_bytes / GB:.1f}"
         + ("" if found.fits(chip) else ", does not fit"),
-        f"{found.flops * chips / images / 1e12:.1f}",
-        f"{found.accessed_bytes * chips / images / GB:.0f}",
-        "–" if math.isnan(found.seconds) else f"{found.seconds:.2f}",
-        "–" if math.isnan(found.seconds) else f"{images / found.seconds:.2f}",
+        _three_digits(found.flops * chips / made / 1e12),
+        _three_digits(found.accessed_bytes * chips / made / GB),
+        _three_digits(found.seconds),
+        _three_digits(made / found.seconds),
     ]
 
 
-HEADINGS = (
-    "slice, batch",
-    "weights, GB a chip",
-    "temporaries",
-    "HBM in all",
-    "TFLOP an image",
-    "GB an image",
-    "seconds a call (estimate)",
-    "images/s (estimate)",
-)
+def no_row(label: str) -> list[str]:
+    """Of what does not fit."""
+    return [label, "–", "–", "does not fit", "–", "–", "–", "–"]
+
+
+def _three_digits(value: float) -> str:
+    """At least; never as a power of ten."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"

@@ -74,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"\n{options.num_steps} steps, {options.precision}; the rest of a call, and of the")
         print("hardware, is not in the estimate: time = max(arithmetic, memory) at published peaks")
         print()
-        for cells in (chips.HEADINGS, ["---"] * len(chips.HEADINGS), *rows):
-            print(f"| {' | '.join(cells)} |")
+        print(chips.table("slice, batch", "weights", "image", "a call", rows))
     return 0
 
 
@@ -112,7 +111,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
         check_mesh(mesh, fixed.batch_size)
         parts = ahead.components(checkpoint, fixed, mesh)
         try:
-            for name in chips.RUNS:
+            for name in chips.runs_of(calls=1):
                 component, endpoint = name.split(".")
                 _, signature = ahead.compile_endpoint(
                     parts[component], endpoint, mesh, fixed.batch_size
@@ -139,7 +138,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
     if topology is not None:
         chip = chips.chip_of(topology)
         calls = calls[checkpoint.config.schedule.sampler][options.num_steps - 1]
-        found = chips.outlook(reports, chip, calls)
+        found = chips.outlook(reports, chip, chips.runs_of(calls))
         row = chips.row(label, found, chip, fixed.batch_size, len(devices))
     return {"label": label, "topology": topology, "programs": reports, "row": row}
 

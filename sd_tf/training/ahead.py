@@ -1,16 +1,16 @@
 """What an update takes on a TPU slice that is somewhere else, compiled from shapes alone."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sd_tf.config import PipelineConfig
+from sd_tf.jax import chips
 from sd_tf.jax.ahead import figures_of
-from sd_tf.jax.chips import GB, Chip, DoesNotFitError, chip_of, compiled, no_row, slice_devices
 from sd_tf.jax.sharding import check_mesh, make_mesh, of_value
 from sd_tf.models import deferred_variables
 from sd_tf.training.losses import Denoising, recomputed
@@ -19,54 +19,12 @@ from sd_tf.training.step import frozen_of, jax_update, state_of
 from sd_tf.training.trainer import optimizer_for
 from sd_tf.weights.layout import abstract_model
 
-HEADINGS = (
-    "UNet's blocks",
-    "weights and moments, GB a chip",
-    "temporaries",
-    "HBM in all",
-    "TFLOP an example",
-    "GB an example",
-    "seconds an update (estimate)",
-    "examples/s (estimate)",
-)
-
-
-@dataclass(frozen=True)
-class Held:
-    """By one chip, in bytes, and the figures of one update there."""
-
-    state: int
-    temporaries: int
-    code: int
-    flops: float
-    accessed: float
-    compile_seconds: float
-
-    @property
-    def memory(self) -> int:
-        return self.state + self.temporaries + self.code
-
-    def row(self, label: str, chip: Chip, examples: int, chips: int) -> list[str]:
-        """As in `HEADINGS`."""
-        seconds = max(self.flops / chip.flops, self.accessed / chip.bandwidth)
-        fits = "" if self.memory <= chip.memory_bytes else ", does not fit"
-        return [
-            label,
-            f"{self.state / GB:.2f}",
-            f"{self.temporaries / GB:.2f}",
-            f"{self.memory / GB:.2f} of {chip.memory_bytes / GB:.1f}{fits}",
-            f"{self.flops * chips / examples / 1e12:.2f}",
-            f"{self.accessed * chips / examples / GB:.1f}",
-            f"{seconds:.3f}",
-            f"{examples / seconds:.1f}",
-        ]
-
 
 def held(
     config: PipelineConfig, size: int, settings: Settings, devices: Sequence[jax.Device]
-) -> Held:
-    """An update of the UNet, latents and text states given; a batch divided among the chips, the
-    rest on each. An average adds a float32 copy of the weights.
+) -> dict[str, float]:
+    """The compiler's figures of an update of the UNet, latents and text states given; a batch
+    divided among the chips, the rest on each. An average adds a float32 copy of the weights.
     """
     if config.unet.added is not None:
         raise TrainingError(
@@ -94,18 +52,12 @@ def held(
     }
     lowered = jax.jit(update, donate_argnums=0).lower(state, fixed, batch)
     start = time.perf_counter()
-    figures = figures_of(compiled(lowered))
-    seconds = time.perf_counter() - start
-    counted = sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in (*state, *fixed))
-    inputs = figures["argument_bytes"] - counted + figures["output_bytes"]
-    return Held(
-        counted,
-        figures["temporary_bytes"] + inputs,
-        figures["code_bytes"],
-        figures["flops"],
-        figures["accessed_bytes"],
-        seconds,
-    )
+    code = chips.compile_lowered(lowered)
+    return {
+        "compile_seconds": round(time.perf_counter() - start, 2),
+        "weight_bytes": sum(math.prod(x.shape) * x.dtype.itemsize for x in (*state, *fixed)),
+        **figures_of(code),
+    }
 
 
 def _batch(config: PipelineConfig, size: int, count: int) -> dict[str, tuple[tuple, str]]:
@@ -131,20 +83,20 @@ def table(
     report: Callable[[str], None],
 ) -> None:
     """What the blocks compute kept for the gradients, and computed again, in a row each."""
-    chip, devices = chip_of(topology), slice_devices(topology)
+    chip, devices = chips.chip_of(topology), chips.slice_devices(topology)
     rows = []
     for label, again in (("kept", False), ("computed again", True)):
         try:
-            found = held(config, size, replace(settings, gradient_checkpointing=again), devices)
-        except DoesNotFitError as error:
+            figures = held(config, size, replace(settings, gradient_checkpointing=again), devices)
+        except chips.DoesNotFitError as error:
             report(f"{label}: {error}")
-            rows.append(no_row(label))
+            rows.append(chips.no_row(label))
             continue
-        report(f"{label}: compiled in {found.compile_seconds:.1f} s")
-        rows.append(found.row(label, chip, settings.batch_size, len(devices)))
+        report(f"{label}: compiled in {figures['compile_seconds']:.1f} s")
+        found = chips.outlook({"update": figures}, chip, {"update": 1})
+        rows.append(chips.row(label, found, chip, settings.batch_size, len(devices)))
     report(
         f"\n{config.family}, {size} px, {settings.batch_size} examples on {topology}, "
         f"{settings.precision}; time = max(arithmetic, memory) at published peaks\n"
     )
-    for cells in (HEADINGS, ["---"] * len(HEADINGS), *rows):
-        report(f"| {' | '.join(cells)} |")
+    report(chips.table("UNet's blocks", "weights and moments", "example", "an update", rows))
