@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export TF_CPP_MIN_LOG_LEVEL ?= 2
+# TensorFlow's CUDA build where there is a GPU to use it.
+CORE := $(if $(shell nvidia-smi --list-gpus 2> /dev/null),cuda,core)
 
-.PHONY: demo serve test test-first test-serving test-second test-parity test-full-size
+.PHONY: demo serve check test test-first test-serving test-second test-parity test-full-size
 .PHONY: test-jax test-jax-parity bench-peers lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
@@ -14,48 +15,61 @@ DEMO_PROMPTS := "a large red star on a dark blue background" \
 
 # The embedded checkpoint: exported, verified, drawn, benchmarked with and without XLA.
 demo: $(VENV)/core.stamp
-	$(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4 --overwrite
-	$(BIN)/python -m sd_tf.generate $(DEMO_PROMPTS) --export_dir exports/tiny \
+	@echo "TensorFlow's $(if $(filter cuda,$(CORE)),CUDA build: nvidia-smi lists a GPU,build \
+	for CPUs: nvidia-smi lists no GPU)."
+	$(BIN)/sd-tf export --out exports/tiny --batch_size 4 --overwrite
+	$(BIN)/sd-tf generate $(DEMO_PROMPTS) --export_dir exports/tiny \
 	    --out out/pictures --num_steps 20 --guidance_scale 4 --seed 1 --count 2
-	$(BIN)/python benchmark.py --export_dir=exports/tiny --all --num_steps=20 \
-	    --prompt="a large red star on a dark blue background" --guidance_scale=4 \
-	    --output=out/report
-	@echo "The pictures are in out/pictures, the report beside them in out."
+	$(BIN)/sd-tf benchmark --export_dir exports/tiny --all --num_steps 20 \
+	    --prompt "a large red star on a dark blue background" --guidance_scale 4 \
+	    --out out/report
+	@echo "The pictures are in out/pictures, the report beside them in out. To make another:"
+	@echo '    $(BIN)/sd-tf generate "a small green heart on a black background"'
 
 # The embedded checkpoint behind a page and TensorFlow Serving's API, until Ctrl+C.
 serve: $(VENV)/serve.stamp
 	test -f exports/tiny/pipeline.json || \
-	    $(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4
-	$(BIN)/python -m sd_tf.serving ray --export_dir exports/tiny --num_steps 20 \
+	    $(BIN)/sd-tf export --out exports/tiny --batch_size 4
+	$(BIN)/sd-tf serve ray --export_dir exports/tiny --num_steps 20 \
 	    --guidance_scale 4 --examples docs/tiny_prompts.txt
 
 # A random SD1.5, ours beside KerasCV, PyTorch, OpenVINO and JAX: an hour on 2 cores, 20 GB.
 bench-peers: $(VENV)/bench.stamp
-	$(BIN)/python -m sd_tf.bench peers --output out/peers/report
-	$(BIN)/python -m sd_tf.bench starts --export_dir out/peers/exports/512-float32 --num_steps 1 \
+	$(BIN)/sd-tf bench peers --out out/peers/report
+	$(BIN)/sd-tf bench starts --export_dir out/peers/exports/512-float32 --num_steps 1 \
 	    --rounds 1 --calls 1 --json out/peers/report/starts-sd1.json
 	test -f exports/tiny/pipeline.json || \
-	    $(BIN)/python serialize_savedmodels.py --output_dir=exports/tiny --batch_size=4
-	$(BIN)/python -m sd_tf.bench starts --export_dir exports/tiny \
+	    $(BIN)/sd-tf export --out exports/tiny --batch_size 4
+	$(BIN)/sd-tf bench starts --export_dir exports/tiny \
 	    --json out/peers/report/starts-tiny.json
 
+PYTEST := $(BIN)/python -m pytest --durations=12
+
+# For every change, in at most 5 minutes: lint, units, and a picture from the installed wheel.
+UNITS := call config files imports retry sampler_tables sampling schedules serving_batching tokenizer world
+
+check: lint
+	$(PYTEST) $(UNITS:%=tests/test_%.py) tests/test_wheel.py
+
 # Two groups at a time, the longest first, and the full-size models after the servers: both want the
-# memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The packages
-# come before, or the groups that want none of Debian's would begin first.
-test: lint $(VENV)/debian.stamp
+# memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The system's
+# programs come before, or the groups that need none of them would begin first.
+test: lint $(VENV)/tools.stamp
 	$(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-full-size \
 	    test-parity test-jax test-jax-parity
 
-PYTEST := $(BIN)/python -m pytest --durations=12
 SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)
 
-test-first test-serving test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
+check test-%: export TF_CPP_MIN_LOG_LEVEL ?= 2
+check test-first test-serving test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
 test-jax test-jax-parity: export KERAS_BACKEND = jax
+# These compile much and run little: a third of the time goes into LLVM's optimizations.
+test-jax test-jax-parity: export XLA_FLAGS = --xla_backend_optimization_level=0
 
-test-first: $(VENV)/test.stamp $(VENV)/debian.stamp
+test-first: $(VENV)/test.stamp $(VENV)/tools.stamp
 	$(PYTEST) tests/test_[a-r]*.py -m "not full_size"
 
-test-serving: $(VENV)/test.stamp $(VENV)/debian.stamp
+test-serving: $(VENV)/test.stamp $(VENV)/tools.stamp
 	$(PYTEST) $(SERVING) -m "not full_size"
 
 test-second: $(VENV)/test.stamp
@@ -86,9 +100,9 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/core.stamp: requirements/core.txt pyproject.toml
+$(VENV)/core.stamp: requirements/core.txt requirements/$(CORE).txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/core.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/$(CORE).txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -100,11 +114,9 @@ $(VENV)/bench.stamp: requirements/bench.txt $(VENV)/core.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
 	touch $@
 
-# What tests take from Debian: a browser for the page, curl for its command, openssl for TLS.
-$(VENV)/debian.stamp: $(VENV)/test.stamp
-	{ command -v chromium && command -v curl && command -v openssl; } > /dev/null || { \
-	    apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-	    chromium fonts-dejavu-core curl openssl > /dev/null; }
+# Programs that tests need: a browser for the page, curl for its command, openssl for TLS.
+$(VENV)/tools.stamp: $(VENV)/test.stamp tests/tools.py
+	$(BIN)/python -m tests.tools
 	touch $@
 
 $(VENV)/test.stamp: requirements/test.txt requirements/bench.txt requirements/serve.txt $(VENV)/core.stamp

@@ -13,8 +13,8 @@ import time
 
 import jax
 
-from sd_tf.generate import contact_sheet
 from sd_tf.jax import JaxPipeline, make_mesh
+from sd_tf.runtime.pictures import contact_sheet
 
 PROMPTS = (
     "a lighthouse at dusk, oil on canvas",

@@ -4,9 +4,10 @@ import importlib
 
 # Public name → its module; imported on first use, so that `import sd_tf` costs nothing.
 _HOMES = {
-    "ClipTokenizer": "sd_tf.tokenizer",
-    "Pipeline": "sd_tf.pipeline",
+    "ClipTokenizer": "sd_tf.tokenizer.clip",
+    "Pipeline": "sd_tf.runtime.pipeline",
     "PipelineConfig": "sd_tf.config",
+    "SdTfError": "sd_tf.errors",
     "open_checkpoint": "sd_tf.weights",
     "save_folder": "sd_tf.weights",
 }
@@ -15,6 +16,7 @@ __all__ = [
     "ClipTokenizer",
     "Pipeline",
     "PipelineConfig",
+    "SdTfError",
     "__version__",
     "open_checkpoint",
     "save_folder",

@@ -1,7 +1,8 @@
-"""Commands that import TensorFlow, which takes longer than they do: imported once for several."""
+"""Processes for tests: commands that import TensorFlow once for several, and runs of two hosts."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,20 @@ def run(script: Path, *calls: list[str]) -> list[subprocess.CompletedProcess]:
         subprocess.CompletedProcess(call, *answer)
         for call, answer in zip(calls, answers, strict=True)
     ]
+
+
+def on_two_hosts(*arguments: str) -> list[str]:
+    """What each of two hosts prints that run a command of `sd-tf train` together, on JAX's CPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    hosts = []
+    for number in range(2):
+        place = ["--coordinator", address, "--hosts", "2", "--host", str(number)]
+        command = [sys.executable, "-m", "sd_tf", "train", *arguments, "--backend", "jax", *place]
+        hosts.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    said = [host.communicate(timeout=900)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0]
+    assert "step 4/4" in said[0] and "step" not in said[1], "the first one speaks"
+    return said

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sd_tf.checkpoints import make_random
 from sd_tf.config import FAMILIES, PipelineConfig
-from sd_tf.export import Options, export
+from sd_tf.export import ExportOptions, export
 from sd_tf.weights import open_checkpoint
 from tests import micro
 
@@ -21,11 +21,17 @@ SMALL = {"height": 64, "width": 64, "max_steps": 8, "verify": "off"}
 
 _SD1 = FAMILIES["sd1"]
 CONFIG = PipelineConfig(
-    text_encoder=replace(
-        _SD1.text_encoder, hidden_size=64, intermediate_size=256, num_layers=4, num_heads=4
-    ),
-    unet=replace(
-        _SD1.unet,
+    {
+        "text_encoder": replace(
+            _SD1.text_encoders["text_encoder"],
+            hidden_size=64,
+            intermediate_size=256,
+            num_layers=4,
+            num_heads=4,
+        )
+    },
+    denoiser=replace(
+        _SD1.denoiser,
         channels=(32, 64),
         num_heads=(2, 4),
         down_depths=((0,), (1,)),
@@ -34,7 +40,9 @@ CONFIG = PipelineConfig(
         context_dim=64,
         sample_size=16,
     ),
-    vae=replace(_SD1.vae, channels=(32, 32, 64, 64), layers_per_block=1, sample_size=128),
+    autoencoder=replace(
+        _SD1.autoencoder, channels=(32, 32, 64, 64), layers_per_block=1, sample_size=128
+    ),
     schedule=_SD1.schedule,
 ).check()
 
@@ -75,7 +83,7 @@ def small_folder(folder):
 
 
 def small_export(folder: Path, **options) -> Path:
-    export(open_checkpoint(small_folder()), folder, Options(**{**SMALL, **options}))
+    export(open_checkpoint(small_folder()), folder, ExportOptions(**{**SMALL, **options}))
     return folder
 
 
@@ -94,5 +102,5 @@ def micro_folder(folder):
 @once
 def micro_export(folder):
     """Batch 2, 16 px, up to 2 steps, not verified."""
-    options = Options(batch_size=2, height=16, width=16, max_steps=2, verify="off")
+    options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="off")
     export(open_checkpoint(micro_folder()), folder, options)

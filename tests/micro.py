@@ -12,19 +12,27 @@ import keras
 import numpy as np
 from keras import ops
 
-from sd_tf.compile_cache import set_compile_cache
 from sd_tf.config import FAMILIES, PipelineConfig
 from sd_tf.models import MODEL_CLASSES
-from sd_tf.training.initial import initialize
+from sd_tf.runtime.compile_cache import set_compile_cache
+from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising
 from sd_tf.training.settings import Averaging, Settings
 from sd_tf.training.trainer import Run
 
 _SD1 = FAMILIES["sd1"]
 CONFIG = PipelineConfig(
-    replace(_SD1.text_encoder, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2),
+    {
+        "text_encoder": replace(
+            _SD1.text_encoders["text_encoder"],
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=1,
+            num_heads=2,
+        )
+    },
     replace(
-        _SD1.unet,
+        _SD1.denoiser,
         channels=(8, 16),
         num_heads=(1, 2),
         down_depths=((0,), (1,)),
@@ -33,7 +41,7 @@ CONFIG = PipelineConfig(
         sample_size=8,
         norm_groups=4,
     ),
-    replace(_SD1.vae, channels=(8, 16), layers_per_block=1, norm_groups=4, sample_size=16),
+    replace(_SD1.autoencoder, channels=(8, 16), layers_per_block=1, norm_groups=4, sample_size=16),
     _SD1.schedule,
 ).check()
 SETTINGS = Settings(
@@ -62,8 +70,8 @@ def denoising() -> Denoising:
 
 def latent_batch(config, size: int, step: int = 0):
     rng = np.random.default_rng(step)
-    side = config.unet.sample_size
-    shape = (size, side, side, config.vae.latent_channels)
+    side = config.denoiser.sample_size
+    shape = (size, side, side, config.autoencoder.latent_channels)
     return {
         "latents": rng.standard_normal(shape, "float32"),
         "noise": rng.standard_normal(shape, "float32"),

@@ -1,7 +1,6 @@
 """Drives the web page in a real Chromium, as a person would."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +8,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+from tests import tools
+
 DESKTOP = {"width": 1280, "height": 860}
 PHONE = {"width": 360, "height": 740}
 PATIENCE = 60_000  # milliseconds that a step may take on a busy machine
@@ -24,21 +24,11 @@ class Seen:
     errors: list[str] = field(default_factory=list)  # of the console and of scripts
 
 
-def chromium_path() -> str:
-    for name in NAMES:
-        if path := shutil.which(name):
-            return path
-    raise FileNotFoundError(
-        f"The page's tests need one of {', '.join(NAMES)}. On Debian: "
-        "apt-get install --no-install-recommends chromium fonts-dejavu-core"
-    )
-
-
 @contextmanager
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=chromium_path(), args=["--no-sandbox", "--disable-gpu"]
+            executable_path=tools.browser(), args=["--no-sandbox", "--disable-gpu"]
         )
         try:
             yield browser

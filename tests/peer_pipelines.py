@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sd_tf.chain import Chain
+from sd_tf.runtime.chain import Chain
+from sd_tf.runtime.psnr import psnr as psnr_of
 from tests import peers
 
 FLOOR = 50.0  # dB
@@ -20,6 +21,8 @@ SCHEDULERS = {
     "ddim": (diffusers.DDIMScheduler, {"clip_sample": False}),
     "euler": (diffusers.EulerDiscreteScheduler, {}),
     "euler_ancestral": (diffusers.EulerAncestralDiscreteScheduler, {}),
+    "heun": (diffusers.HeunDiscreteScheduler, {"timestep_spacing": "linspace"}),
+    "unipc": (diffusers.UniPCMultistepScheduler, {"timestep_spacing": "linspace"}),
     "dpmpp_2m": (diffusers.DPMSolverMultistepScheduler, {"timestep_spacing": "linspace"}),
     "pndm": (diffusers.PNDMScheduler, {"skip_prk_steps": True}),
 }
@@ -27,10 +30,9 @@ DETERMINISTIC = ["ddim", "euler", "dpmpp_2m", "pndm"]
 
 
 def psnr(one, other):
-    """In dB, of the 255 levels."""
+    """Compare pictures of 255 levels, in dB."""
     assert one.shape == other.shape
-    error = np.mean(np.square(one.astype("float64") - other))
-    return np.inf if error == 0 else 10 * np.log10(255**2 / error)
+    return psnr_of(one, other, peak=255)
 
 
 def check_pictures(ours, theirs, floor=FLOOR):

@@ -12,7 +12,8 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from sd_tf.tokenizer import ClipTokenizer
+from sd_tf.bench.peers import random_checkpoint
+from sd_tf.tokenizer.clip import ClipTokenizer
 
 # Small models: several threads wait for each other, ten times as long beside other tests.
 torch.set_num_threads(1)
@@ -93,20 +94,7 @@ SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_l
 SCHEDULE |= {"steps_offset": 1}
 
 
-def randomized(module: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Every parameter random, norms and biases too, so that none can be mistaken for another."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                is_scale = name.endswith("weight")
-                parameter.copy_(0.2 * noise + (1.0 if is_scale else 0.0))
-            elif "embedding" in name.split(".")[-2]:
-                parameter.copy_(0.5 * noise)
-            else:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
-    return module.eval()
+randomized = functools.partial(random_checkpoint.randomized, spread=0.2)
 
 
 def text_config(activation="quick_gelu", **changes) -> CLIPTextConfig:

@@ -1,4 +1,4 @@
-"""Plain servers around `sd_tf.serving.predict`, for tests: gRPC and HTTP, on this machine."""
+"""Plain servers around `sd_tf.serving.tf_serving.predict`, for tests: gRPC and HTTP."""
 
 import functools
 import threading
@@ -13,8 +13,9 @@ from tensorflow_serving.apis import (
     prediction_service_pb2_grpc,
 )
 
-from sd_tf.serving.predict import ModelError, ModelServer
-from sd_tf.serving.rest import rest
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.serving.tf_serving.predict import ModelError, ModelServer, load
+from sd_tf.serving.tf_serving.rest import rest
 from tests.exports import shared_export
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -24,7 +25,10 @@ UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 @functools.cache
 def served_models() -> tuple[Path, ModelServer]:
     """The shared export and its models, once for the process."""
-    return shared_export(), ModelServer(shared_export(), labels={"stable": 1})
+    models = load(shared_export(), Manifest.read(shared_export()).components)
+    return shared_export(), ModelServer(
+        {name: {1: servable} for name, servable in models.items()}, labels={"stable": 1}
+    )
 
 
 class Predictions(prediction_service_pb2_grpc.PredictionServiceServicer):
@@ -77,7 +81,10 @@ def grpc_server(models: ModelServer, before=lambda context: None, credentials=No
 
 @contextmanager
 def http_server(models: ModelServer | None, before=lambda handler, body: None, tls=None):
-    """Yields host:port. `before(handler, body)` may answer itself: it returns (status, text)."""
+    """Yields host:port. `before(handler, body)` may answer itself.
+
+    It returns (status, text), or (status, text, headers).
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -88,11 +95,13 @@ def http_server(models: ModelServer | None, before=lambda handler, body: None, t
             given = before(self, body)
             if given is None:
                 given = rest(models, self.command, self.path, body)
-            status, text = given
+            status, text, *more = given
             content = text.encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(content)))
+            for name, value in (more[0] if more else {}).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sd_tf import bench
-from sd_tf.bench import BenchError, Options, report, timing
-from sd_tf.bench.__main__ import main as commands
-from sd_tf.manifest import Manifest
+from sd_tf.bench import report, run, timing
+from sd_tf.bench.plan import BenchError, BenchOptions, make_plan
+from sd_tf.cli.main import main
+from sd_tf.runtime.manifest import Manifest
 from tests.exports import micro_export, shared_export
 
 ROOT = Path(__file__).parent.parent
@@ -86,12 +86,12 @@ def test_compilations():
         "I0000 device_compilation_profiler.cc:113] Compiled __inference_segment_29695 1 times, "
         "compile time: {} us, cumulative: 99 us (10 s / 10.2 s)\n"
     )
-    log = line.format(1_500_000) + line.format(500_000) + bench.TIMED_RUNS + "\n"
+    log = line.format(1_500_000) + line.format(500_000) + run.TIMED_RUNS + "\n"
     expected = {"first_call": 2, "first_call_seconds": 2.0, "timed_runs": 0}
-    assert bench.compilations(log, expected=True) == expected
-    assert bench.compilations(log + line.format(5), expected=True)["timed_runs"] == 1
-    assert bench.compilations(bench.TIMED_RUNS, expected=True) is None
-    assert bench.compilations(bench.TIMED_RUNS, expected=False)["first_call"] == 0
+    assert run.compilations(log, expected=True) == expected
+    assert run.compilations(log + line.format(5), expected=True)["timed_runs"] == 1
+    assert run.compilations(run.TIMED_RUNS, expected=True) is None
+    assert run.compilations(run.TIMED_RUNS, expected=False)["first_call"] == 0
 
 
 def test_measured(measured):
@@ -119,6 +119,8 @@ def test_measured(measured):
     [left_out] = content["left_out"]
     assert left_out["name"] == "KerasCV" and "860 M parameters" in left_out["reason"]
     assert content["flags"]["prompt"] == PROMPT
+    assert content["flags"]["export_dir"] == shared_export().name
+    assert str(tiny_export.parent) not in json.dumps(content)
     assert content["versions"]["keras-cv"] == "0.9.0"
     assert content["hardware"]["cores"] >= 1 and "CPU" in content["hardware"]["devices"]
     assert re.search(r"warm run, median +\d", text)
@@ -127,16 +129,16 @@ def test_measured(measured):
 
 def test_a_variant_is_its_own_process(tiny_export):
     """What fails takes nothing else along, and says why."""
-    planned = bench.plan(Options(export_dir=str(tiny_export), num_steps=2, repeat=1))
+    planned = make_plan(BenchOptions(export_dir=str(tiny_export), num_steps=2, repeat=1))
     [good] = planned.jobs
     bad = dataclasses.replace(good, scheduler="none such")
-    results = bench.run(dataclasses.replace(planned, jobs=[bad, good]))
+    results = run.run_plan(dataclasses.replace(planned, jobs=[bad, good]))
     assert [v["name"] for v in results["variants"]] == ["SavedModels"]
     assert len(results["variants"][0]["pictures"]) == 2
     [failed] = results["left_out"]
     assert failed["failed"] and "Received: 'none such'" in failed["reason"]
     with pytest.raises(BenchError, match="Nothing could be measured"):
-        bench.run(dataclasses.replace(planned, jobs=[]))
+        run.run_plan(dataclasses.replace(planned, jobs=[]))
 
 
 # The plan
@@ -154,7 +156,7 @@ def full_size_manifest(tiny_export):
 
 def plan_with(manifest, tmp_path, **options):
     manifest.write(tmp_path)
-    return bench.plan(Options(export_dir=str(tmp_path), num_steps=5, **options))
+    return make_plan(BenchOptions(export_dir=str(tmp_path), num_steps=5, **options))
 
 
 def test_plan_of_all(full_size_manifest, tmp_path):
@@ -190,40 +192,33 @@ def test_not_the_same_work(full_size_manifest, tmp_path, change, options, reason
 # Flags
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "--export_dir is needed, unless --kerascv is measured alone"),
-        (["--export_dir=/no/such"], "/no/such is not an export: it has no pipeline.json"),
-        (
-            ["--export_dir={}", "--num_steps=9"],
-            "num_steps is a whole number from 1 to 8, .* Received: 9",
-        ),
-        (
-            ["--export_dir={}", "--num_steps=0"],
-            "num_steps is a whole number from 1 to 8, .* Received: 0",
-        ),
-        (["--export_dir={}", "--num_steps=2", "--scheduler=x"], "is one of ddim.* Received: 'x'"),
-        (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),
-        (["--export_dir={}", "--guidance_scale=nan"], "is a finite number. Received: nan"),
-        (["--export_dir={}", "--seed=2147483648"], "of 32 bits. Received: 2147483648"),
-        (["--export_dir={}", "--num_steps=2", "--height=64"], "Received: --height=64"),
-        (["--export_dir={}", "--random_weights"], "--random_weights are KerasCV's"),
-        (["--all", "--kerascv"], "--all includes KerasCV"),
-        (["--all", "--jit_compile"], "--all measures with and without XLA"),
-        (["--kerascv", "--scheduler=euler"], "has one method, .* Received: 'euler'"),
-        (["--kerascv", "--num_steps=1001"], "is 1 to 1000 for KerasCV. Received: 1001"),
-        (["--kerascv", "--height=100"], "positive multiple of 128. Received: 100"),
-        (["--kerascv", "--batch_size=0"], "--batch_size is at least 1. Received: 0"),
-        (["surplus"], "Unknown arguments: surplus"),
-    ],
-)
-def test_wrong_flags(tiny_export, flags, message):
-    result = run_script(*(flag.format(tiny_export) for flag in flags))
-    assert result.returncode == 1
-    output = result.stderr + result.stdout
-    assert re.search(message, output), output
-    assert "Traceback" not in output
+WRONG = [
+    (["--export_dir=/no/such"], "/no/such is not an export: it has no pipeline.json"),
+    (["--export_dir={}", "--num_steps=9"], "is a whole number from 1 to 8, .* Received: 9"),
+    (["--export_dir={}", "--num_steps=0"], "is a whole number from 1 to 8, .* Received: 0"),
+    (["--export_dir={}", "--num_steps=2", "--scheduler=x"], "is one of ddim.* Received: 'x'"),
+    (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),
+    (["--export_dir={}", "--guidance_scale=nan"], "is a finite number. Received: nan"),
+    (["--export_dir={}", "--seed=2147483648"], "of 32 bits. Received: 2147483648"),
+    (["--export_dir={}", "--num_steps=2", "--height=64"], "Received: --height 64"),
+    (["--export_dir={}", "--random_weights"], "--random_weights are KerasCV's"),
+    (["--all", "--kerascv"], "--all includes KerasCV"),
+    (["--all", "--jit_compile"], "--all measures with and without XLA"),
+    (["--kerascv", "--scheduler=euler"], "has one method, .* Received: 'euler'"),
+    (["--kerascv", "--num_steps=1001"], "is 1 to 1000 for KerasCV. Received: 1001"),
+    (["--kerascv", "--height=100"], "positive multiple of 128. Received: 100"),
+    (["--kerascv", "--batch_size=0"], "--batch_size is at least 1. Received: 0"),
+    (["surplus"], "Unknown arguments: surplus"),
+]
+
+
+def test_wrong_flags(tiny_export):
+    """Each is refused before anything is exported or measured."""
+    for flags, message in WRONG:
+        result = run_script(*(flag.format(tiny_export) for flag in flags))
+        output = result.stderr + result.stdout
+        assert result.returncode == 1 and re.search(message, output), output
+        assert "Traceback" not in output
 
 
 # The report
@@ -333,7 +328,7 @@ def test_kerascv_with_random_weights(tmp_path):
 def test_starts(tmp_path, capsys):
     file = tmp_path / "starts.json"
     flags = ["--num_steps", "1", "--rounds", "1", "--calls", "2", "--json", str(file)]
-    assert commands(["starts", "--export_dir", str(micro_export()), *flags]) == 0
+    assert main(["bench", "starts", "--export_dir", str(micro_export()), *flags]) == 0
     printed = capsys.readouterr().out
     found = json.loads(file.read_text())
     assert f"filled / without: {found['starts']['ratio']:.2f}" in printed
@@ -344,7 +339,7 @@ def test_starts(tmp_path, capsys):
 
 
 def test_wrong_starts(capsys):
-    assert commands(["starts", "--export_dir", "x", "--calls", "0"]) == 1
+    assert main(["bench", "starts", "--export_dir", "x", "--calls", "0"]) == 1
     assert "--calls is at least 1. Received: 0" in capsys.readouterr().err
-    assert commands(["starts", "--export_dir", "/none"]) == 1
+    assert main(["bench", "starts", "--export_dir", "/none"]) == 1
     assert "/none is not an export" in capsys.readouterr().err

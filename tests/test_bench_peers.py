@@ -16,20 +16,22 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from sd_tf.bench import BenchError, __main__
+from sd_tf.bench.application import command_line, descendants
 from sd_tf.bench.peers import agreement, apart, folders, report, scaling, targets
 from sd_tf.bench.peers.engine import GUIDANCE, KINDS, STAGES, Job
 from sd_tf.bench.peers.engines import kerascv
 from sd_tf.bench.peers.flops import unet_flops
-from sd_tf.bench.peers.measure import Options, full_seconds, measure
+from sd_tf.bench.peers.measure import ComparisonOptions, full_seconds, measure
 from sd_tf.bench.peers.process import Process, environment
+from sd_tf.bench.plan import BenchError
+from sd_tf.cli.main import main
 from sd_tf.config import ScheduleConfig
 from sd_tf.sampling import tables
+from sd_tf.sampling.rows import COLUMNS
 from sd_tf.weights import StoredTensor, open_checkpoint
 from sd_tf.weights import kerascv as kerascv_weights
 from tests import peers
 from tests.exports import micro_folder
-from tests.served import command_line, descendants
 
 RAN = ("torch", "openvino", "jax")  # PyTorch compiles minutes even for a small UNet
 
@@ -38,8 +40,8 @@ RAN = ("torch", "openvino", "jax")  # PyTorch compiles minutes even for a small 
 def compared(tmp_path_factory):
     """The command's text, its JSON and its page, of all peers."""
     folder = tmp_path_factory.mktemp("peers")
-    command = [sys.executable, "-m", "sd_tf.bench", "peers", f"--checkpoint={micro_folder()}"]
-    command += [f"--work={folder}/work", f"--output={folder}", "--sizes=16"]
+    command = [sys.executable, "-m", "sd_tf", "bench", "peers", f"--checkpoint={micro_folder()}"]
+    command += [f"--work={folder}/work", f"--out={folder}", "--sizes=16"]
     command += ["--rounds=2", "--steps=2", f"--peers=kerascv,{','.join(RAN)}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr + result.stdout
@@ -49,6 +51,8 @@ def compared(tmp_path_factory):
 
 def test_all_engines_agree(compared):
     _, content, _ = compared
+    assert content["checkpoint"] == micro_folder().name
+    assert content["flags"]["work"] == "work"
     [size] = content["sizes"]
     assert [engine["name"] for engine in size["engines"]] == ["sd_tf", *RAN]
     for peer in size["engines"][1:]:
@@ -160,17 +164,17 @@ def test_targets(compared):
 # What is compared
 
 
-def test_psnr():
+def test_decibels():
     rng = np.random.default_rng(0)
     picture = rng.integers(1, 255, (1, 8, 8, 3)).astype("uint8")
-    assert agreement.psnr(picture, picture) == agreement.IDENTICAL
-    np.testing.assert_allclose(agreement.psnr(picture, picture + 1), 20 * np.log10(255))
+    assert agreement.decibels(picture, picture) == agreement.IDENTICAL
+    np.testing.assert_allclose(agreement.decibels(picture, picture + 1), 20 * np.log10(255))
     values = rng.standard_normal((2, 5), "float32")
     expected = 20 * np.log10(np.abs(values).max() / 0.5)
-    np.testing.assert_allclose(agreement.psnr(values, values + 0.5), expected, rtol=1e-6)
-    assert agreement.psnr(values, values * np.nan) == 0
+    np.testing.assert_allclose(agreement.decibels(values, values + 0.5), expected, rtol=1e-6)
+    assert agreement.decibels(values, values * np.nan) == 0
     with pytest.raises(BenchError, match=r"have the shape \(2, 5\). Received: \(5, 2\)"):
-        agreement.psnr(values, values.T)
+        agreement.decibels(values, values.T)
 
 
 def test_a_peer_that_does_other_work():
@@ -197,7 +201,7 @@ def test_solved_against_diffusers_step(prediction):
     guided = pair[:1] + GUIDANCE * (pair[1:] - pair[:1])
     schedule = ScheduleConfig(prediction=prediction, **settings)
     rows = tables.steps(schedule, "ddim", 4).rows[:, 0]
-    columns = [tables.COLUMNS.index(name) for name in ("timestep", "p", "q", "a", "b0")]
+    columns = [COLUMNS.index(name) for name in ("timestep", "p", "q", "a", "b0")]
     for row, t in zip(rows[:, columns], scheduler.timesteps, strict=True):
         assert row[0] == t
         after = scheduler.step(torch.from_numpy(guided), t, torch.from_numpy(x)).prev_sample
@@ -286,9 +290,11 @@ def test_fill_is_strict():
     kerascv.fill(places(), {"x.weight": stored(values), "x.bias": stored(values[:, 0])})
     np.testing.assert_array_equal(np.asarray(layer.kernel), values.T)
     np.testing.assert_array_equal(np.asarray(layer.bias), values[:, 0])
-    with pytest.raises(BenchError, match=r"Received, without a counterpart: x\.bias, y\.bias"):
+    with pytest.raises(BenchError, match=r"Without a counterpart: x\.bias, y\.bias"):
         kerascv.fill(places(), {"x.weight": stored(values), "y.bias": stored(values[:, 0])})
-    with pytest.raises(BenchError, match=r"x\.bias has the shape \(3,\) in .* Received: \(2,\)"):
+    with pytest.raises(
+        BenchError, match=r"x\.bias must have KerasCV's shape \(3,\)\. Received: \(2,\)"
+    ):
         kerascv.fill(places(), {"x.weight": stored(values), "x.bias": stored(values[0])})
 
 
@@ -298,30 +304,33 @@ def test_fill_is_strict():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"peers": ("torch", "x")}, r"--peers are of kerascv, torch, .* Received: x"),
-        ({"peers": ()}, r"--peers names at least one, each once. Received: ''"),
+        ({"peers": ("torch", "x")}, r"`peers` are of kerascv, torch, .* Received: x"),
+        ({"peers": ()}, r"`peers` names at least one, each once. Received: ''"),
         ({"peers": ("jax", "jax")}, r"each once. Received: 'jax,jax'"),
-        ({"sizes": (64, 100)}, r"--sizes are positive multiples of 8. Received: 100"),
-        ({"rounds": 0}, r"--rounds is at least 1. Received: 0"),
-        ({"steps": 1}, r"--steps is 2 to 20: .* Received: 1"),
-        ({"checkpoint": "/none"}, r"--checkpoint is a diffusers folder. Received: '/none'"),
+        ({"sizes": (64, 100)}, r"`sizes` are positive multiples of 8. Received: 100"),
+        ({"rounds": 0}, r"`rounds` is at least 1. Received: 0"),
+        ({"steps": 1}, r"`steps` is 2 to 20: .* Received: 1"),
+        ({"checkpoint": "/none"}, r"`checkpoint` is a diffusers folder. Received: '/none'"),
     ],
 )
 def test_wrong_options(tmp_path, options, message):
     with pytest.raises(BenchError, match=message):
-        measure(Options(**{"work": str(tmp_path), **options}))
+        measure(ComparisonOptions(**{"work": str(tmp_path), **options}))
 
 
 def test_wrong_flags(capsys):
-    assert __main__.main(["peers", "--peers", "torch,x"]) == 1
-    assert capsys.readouterr().err.startswith("sd_tf.bench: --peers are of kerascv, torch,")
+    assert main(["bench", "peers", "--peers", "torch,x"]) == 1
+    assert capsys.readouterr().err.startswith("sd-tf bench peers: --peers are of kerascv, torch,")
     for flags, message in (
-        (["peers", "--sizes", "big"], "whole numbers with commas between them. Received: 'big'"),
-        (["peers", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["none"], "invalid choice: 'none'"),
+        (
+            ["bench", "peers", "--sizes", "big"],
+            "whole numbers with commas between. Received: 'big'",
+        ),
+        (["bench", "peers", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["bench", "none"], "invalid choice: 'none'"),
     ):
         with pytest.raises(SystemExit):
-            __main__.main(flags)
+            main(flags)
         assert message in capsys.readouterr().err
 
 
@@ -398,22 +407,23 @@ def test_points():
     assert cross == [(1, 64), (1, 128), (1, 256), (2, 64)]
     assert len(scaling.points((1, 2), (64, 128, 256), "full")) == 6
     for arguments, message in (
-        (((0,), (64,)), "--batches are at least 1. Received: 0"),
-        (((1,), (65,)), "--sizes are positive multiples of 8. Received: 65"),
+        (((0,), (64,)), "`batches` are at least 1. Received: 0"),
+        (((1,), (65,)), "`sizes` are positive multiples of 8. Received: 65"),
     ):
         with pytest.raises(BenchError, match=message):
             scaling.points(*arguments, "full")
 
 
 def test_steps_of_scaling(capsys):
-    assert __main__.main(["scaling", "--steps=20"]) == 1
+    assert main(["bench", "scaling", "--steps=20"]) == 1
     assert "--steps is 1 to 19. Received: 20" in capsys.readouterr().err
 
 
 def test_scaling(tmp_path, capsys):
-    flags = [f"--checkpoint={micro_folder()}", f"--work={tmp_path}/work", f"--output={tmp_path}"]
-    assert __main__.main(["scaling", *flags, "--batches=2", "--sizes=16"]) == 0
+    flags = [f"--checkpoint={micro_folder()}", f"--work={tmp_path}/work", f"--out={tmp_path}"]
+    assert main(["bench", "scaling", *flags, "--batches=2", "--sizes=16"]) == 0
     content = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))
+    assert content["checkpoint"] == micro_folder().name and str(tmp_path) not in str(content)
     [point] = content["points"]
     assert (point["batch"], point["size"]) == (2, 16)
     step = (point["long_seconds"] - point["short_seconds"]) / 2

@@ -5,16 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from sd_tf.bench.__main__ import main
 from sd_tf.bench.peers import training
+from sd_tf.cli.main import main
 from tests.exports import micro_folder
 
 
 def test_updates_in_turn(tmp_path, capsys):
     flags = ["--checkpoint", str(micro_folder()), "--batch_size", "2", "--rounds", "2"]
-    places = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "report")]
-    assert main(["training", *flags, *places, "--engines", "torch"]) == 0
+    places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "report")]
+    assert main(["bench", "training", *flags, *places, "--engines", "torch"]) == 0
     content = json.loads((tmp_path / "report" / "training.json").read_text())
+    assert content["checkpoint"] == micro_folder().name
     ours, theirs = (content["engines"][name] for name in ("ours", "torch"))
     assert theirs["first_loss"] == pytest.approx(ours["first_loss"], rel=training.TOLERANCE)
     assert ours["theirs_over_ours"] == 1.0 and len(theirs["seconds"]) == 2
@@ -34,5 +35,5 @@ def test_updates_in_turn(tmp_path, capsys):
     ],
 )
 def test_wrong_flags(flags, message, capsys):
-    assert main(["training", *flags]) == 1
+    assert main(["bench", "training", *flags]) == 1
     assert message in capsys.readouterr().err

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd_tf.checkpoints import CONFIG
-from sd_tf.checkpoints.__main__ import main
+from sd_tf.cli.main import main
 from sd_tf.weights import open_checkpoint
 
 # The first of `conv_in`, written down once: the same numbers on every machine.
@@ -16,7 +16,7 @@ GOLDEN = [-0.0025526001, 0.40605408, -0.030545935]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_random_checkpoint(tmp_path, dtype):
     folder = tmp_path / "tiny"
-    assert main(["tiny", str(folder), "--dtype", dtype]) == 0
+    assert main(["checkpoints", "tiny", str(folder), "--dtype", dtype]) == 0
     checkpoint = open_checkpoint(folder)
     assert checkpoint.config == CONFIG
     loaded = diffusers.StableDiffusionPipeline.from_pretrained(
@@ -33,6 +33,5 @@ def test_random_checkpoint(tmp_path, dtype):
 
 
 def test_existing_folder(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(["tiny", str(tmp_path)])
+    assert main(["checkpoints", "tiny", str(tmp_path)]) == 1
     assert f"{tmp_path} exists. Choose another folder." in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """The client gives a pipeline's pictures, and says what is wrong when it cannot."""
 
+import email.utils
 import json
+import random
 import shutil
 import socket
 import ssl
@@ -18,12 +20,14 @@ import pytest
 from PIL import Image
 from tensorflow_serving.apis import predict_pb2
 
-from sd_tf.generate import read_parameters
-from sd_tf.manifest import ExportError
-from sd_tf.pipeline import Pipeline
-from sd_tf.serving import client as client_module
-from sd_tf.serving.__main__ import main
-from sd_tf.serving.client import Client, ServerError
+from sd_tf.cli.main import main
+from sd_tf.runtime import retry
+from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.png import read_parameters
+from sd_tf.serving.client import client as client_module
+from sd_tf.serving.client.client import Client, ServerError
+from sd_tf.serving.tf_serving.predict import ModelServer
 from tests.serving_server import grpc_server, http_server, served_models
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +63,7 @@ def client(request, addresses, light):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
 
 
 # The pictures
@@ -120,12 +124,62 @@ def test_versions_and_labels(addresses, light, pipe):
             assert addresses[scheme] in str(caught.value)
 
 
+class Recording(ModelServer):
+    """Takes up version 2 after the first request, in which 2 is missing in one model."""
+
+    def __init__(self):
+        loaded = {name: versions[1] for name, versions in served_models()[1].models.items()}
+        super().__init__({name: {1: model, 2: model} for name, model in loaded.items()})
+        self.missing = self.models["diffusion_model"].pop(2)
+        self.asked = []
+
+    def find(self, spec):
+        self.asked.append((spec.name, spec.version.value))
+        self.models["diffusion_model"][2] = self.missing
+        return super().find(spec)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_version_makes_a_batch(light, scheme):
+    """The newest that all models have at its start, also when another one comes meanwhile."""
+    models = Recording()
+    server = {"grpc": grpc_server, "http": http_server}[scheme]
+    with server(models) as address, Client(f"{scheme}://{address}", light) as client:
+        for version in (1, 2):
+            models.asked.clear()
+            client("a", num_steps=1, seed=1)
+            assert {name for name, _ in models.asked} == {
+                "text_encoder",
+                "diffusion_model",
+                "decoder",
+            }
+            assert {asked for _, asked in models.asked} == {version}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_models_without_a_common_version(quick, light, scheme):
+    models = Recording()
+    del models.models["diffusion_model"][1]
+    models.models["diffusion_model"][3] = models.missing
+    server = {"grpc": grpc_server, "http": http_server}[scheme]
+    with (
+        server(models) as address,
+        Client(f"{scheme}://{address}", light, retries=1) as client,
+        pytest.raises(
+            ServerError,
+            match=r"UNAVAILABLE after 2 attempts: no version is served of all models, but "
+            r"\{'text_encoder': \[2, 1\], 'diffusion_model': \[3\], 'decoder': \[2, 1\]\}",
+        ),
+    ):
+        client("a", num_steps=1)
+
+
 def test_rest_needs_no_tensorflow(addresses, light, pipe, tmp_path):
-    """And the command writes what `sd_tf.generate` writes."""
+    """And the command writes what `sd-tf generate` writes."""
     code = """
 import sys
-from sd_tf.serving.__main__ import main
-status = main(["client", *sys.argv[1:]])
+from sd_tf.cli.main import main
+status = main(["serve", "client", *sys.argv[1:]])
 print([name for name in ("tensorflow", "keras", "grpc") if name in sys.modules], status)
 """
     flags = ["--server", addresses["http"], "--export_dir", str(light)]
@@ -149,19 +203,37 @@ def test_command_errors(addresses, light, capsys):
     server = ["--server", addresses["grpc"], "--export_dir", str(light)]
     for flags, message in (
         (["a", *server, "--num_steps", "1", "--version", "7"], "text_encoder at grpc://127.0.0.1:"),
-        (["a", *server, "--num_steps", "99"], "num_steps is a whole number from 1 to 8"),
+        (["a", *server, "--num_steps", "99"], "--num_steps is a whole number from 1 to 8"),
         (["a", "--server", "x", "--export_dir", str(light)], "Received: 'x'"),
         (["a", "--server", addresses["grpc"], "--export_dir", "/no"], "/no is not an export"),
-        (server, "give a prompt, or --from_png"),
+        (server, "Give a prompt, or --from_png"),
     ):
-        assert main(["client", *flags]) == 1
+        assert main(["serve", "client", *flags]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_the_command_keeps_what_is_finished(light, tmp_path, capsys):
+    calls = []
+
+    def before(context):
+        calls.append(context)
+        if len(calls) > 5:  # those of the first batch
+            context.abort(grpc.StatusCode.INTERNAL, "out of memory")
+
+    with grpc_server(served_models()[1], before) as address:
+        flags = ["--server", f"grpc://{address}", "--export_dir", str(light), "--num_steps", "1"]
+        flags += ["--seed", "3", "--out", str(tmp_path / "out")]
+        assert main(["serve", "client", "a", "b", "c", *flags]) == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["3.png", "4.png"]
+    missing = f"2 of 3 pictures were saved in {tmp_path}/out. Missing:\n  seed 5: c\n"
+    error = capsys.readouterr().err
+    assert f"{missing}sd-tf serve client: text_encoder at grpc://{address}: INTERNAL: out" in error
 
 
 # The wire
 
 
-def failing(scheme, failures, code="UNAVAILABLE", status=503):
+def failing(scheme, failures, code="UNAVAILABLE", status=503, **headers):
     """A server whose first answers are failures; counts what it is asked to predict."""
     asked = Counter()
 
@@ -175,7 +247,7 @@ def failing(scheme, failures, code="UNAVAILABLE", status=503):
 
     def before_http(handler, body):
         if handler.command == "POST" and count():
-            return status, json.dumps({"error": "busy"})
+            return status, json.dumps({"error": "busy"}), headers
         return None
 
     models = served_models()[1]
@@ -192,20 +264,59 @@ def tokens(client):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_unavailable_is_tried_again(quick, light, scheme):
-    server, asked = failing(scheme, 2)
+@pytest.mark.parametrize(
+    ("code", "status", "mend"),
+    [("UNAVAILABLE", 503, "Is the server run"), ("RESOURCE_EXHAUSTED", 429, "The server is over")],
+)
+def test_a_server_that_is_away_or_busy_is_tried_again(quick, light, scheme, code, status, mend):
+    server, asked = failing(scheme, 2, code, status)
     with server as address, Client(f"{scheme}://{address}", light) as client:
         assert tokens(client).shape == (2, 77, 64)
     assert asked["predict"] == 3
 
-    server, asked = failing(scheme, 99)
+    server, asked = failing(scheme, 99, code, status)
     with (
         server as address,
         Client(f"{scheme}://{address}", light, retries=2) as client,
-        pytest.raises(ServerError, match=r"UNAVAILABLE after 3 attempts: busy. Is the server run"),
+        pytest.raises(ServerError, match=rf"{code} after 3 attempts: busy. {mend}"),
     ):
         tokens(client)
     assert asked["predict"] == 3
+
+
+def test_retry_after_is_honoured(monkeypatch, quick, light):
+    """It is waited for as often as the server asks, but never beyond the call's time limit."""
+    pauses = []
+    monkeypatch.setattr(random, "uniform", lambda least, most: least)
+    monkeypatch.setattr(
+        client_module, "time", SimpleNamespace(**{**vars(time), "sleep": pauses.append})
+    )
+    server, asked = failing("http", 3, status=429, **{"Retry-After": "7"})
+    with server as address, Client(f"http://{address}", light, retries=0) as client:
+        assert tokens(client).shape == (2, 77, 64)
+    assert pauses == [7.0] * 3 and asked["predict"] == 4
+
+    for at, least, most in (
+        (time.time() + 60, 55, 60),
+        (time.time() - 60, 0.01, 0.01),  # it may come back at once, which is no reason to hurry
+    ):
+        pauses.clear()
+        date = email.utils.formatdate(at, usegmt=True)
+        server, _ = failing("http", 1, **{"Retry-After": date})
+        with server as address, Client(f"http://{address}", light, retries=0) as client:
+            tokens(client)
+        assert len(pauses) == 1 and least <= pauses[0] <= most
+
+    pauses.clear()
+    for text, retries, pause in (("601", 5, []), ("soon", 1, [0.005])):
+        server, _ = failing("http", 99, status=429, **{"Retry-After": text})
+        with (
+            server as address,
+            Client(f"http://{address}", light, retries=retries) as client,
+            pytest.raises(ServerError, match=r"RESOURCE_EXHAUSTED.*: busy\. The server is over"),
+        ):
+            tokens(client)
+        assert pauses == pause
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -213,7 +324,6 @@ def test_unavailable_is_tried_again(quick, light, scheme):
     ("code", "status", "mend"),
     [
         ("UNAUTHENTICATED", 401, "Give token="),
-        ("RESOURCE_EXHAUSTED", 429, "overloaded"),
         ("INTERNAL", 500, "jit_compile=False"),
         ("INVALID_ARGUMENT", 400, "whose pipeline.json"),
     ],
@@ -336,7 +446,7 @@ def test_large_messages(light):
         grpc_server(SimpleNamespace(predict=echo)) as address,
         Client(f"grpc://{address}", light) as client,
     ):
-        answer = client._remote.transport.predict("m", "s", {"x": large}, 60.0)
+        answer = client._remote.transport.predict("m", 1, "s", {"x": large}, 60.0)
     np.testing.assert_array_equal(answer["x"], large)
 
     outputs = {"s": {"outputs": {"x": {"dtype": "DT_FLOAT"}}}}
@@ -353,7 +463,7 @@ def test_large_messages(light):
         http_server(None, answer_http) as address,
         Client(f"http://{address}", light) as client,
     ):
-        answer = client._remote.transport.predict("m", "s", {"x": large}, 60.0)
+        answer = client._remote.transport.predict("m", 1, "s", {"x": large}, 60.0)
     np.testing.assert_array_equal(answer["x"], large)
 
 
@@ -407,13 +517,13 @@ def test_wrong_arguments(light, tmp_path):
         with pytest.raises(ValueError, match=r"A server is given as grpc://host:port"):
             Client(server, light)
     for options, message in (
-        ({"version": 1, "label": "x"}, "A version or a label. Received: 1 and 'x'"),
+        ({"version": 1, "label": "x"}, "Give version or label, not both. Received: 1, 'x'"),
         ({"timeout": 0}, "timeout is above 0, retries at least 0. Received: 0, 5"),
         ({"retries": -1}, "Received: 600.0, -1"),
     ):
         with pytest.raises(ValueError, match=message):
             Client("http://a:1", light, **options)
-    with pytest.raises(ValueError, match="gRPC has no path"):
+    with pytest.raises(ValueError, match="A gRPC server is given without a path"):
         Client("grpc://a:1/b", light)
     with pytest.raises(ExportError, match="is not an export"):
         Client("http://a:1", tmp_path)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sd_tf import generate
-from sd_tf.serving.__main__ import main as serving
+from sd_tf.cli.main import main
 from tests.exports import micro_export
 
 ROOT = Path(__file__).parent.parent
 PICTURES = """
 import hashlib, os, sys
-from sd_tf.pipeline import Pipeline
+from sd_tf.runtime.pipeline import Pipeline
 pipe = Pipeline.load(sys.argv[1], compile_cache=sys.argv[2])
 assert "TF_XLA_FLAGS" not in os.environ, "child processes would get it"
 print(hashlib.sha256(pipe(["a", "b"], num_steps=2, seed=1).images.tobytes()).hexdigest())
@@ -71,7 +70,7 @@ def test_another_program_finds_them_too(filled):
     before = entries(cache)
     others = """
 import sys, tensorflow as tf
-from sd_tf.compile_cache import set_compile_cache
+from sd_tf.runtime.compile_cache import set_compile_cache
 set_compile_cache(sys.argv[2])
 for number in range(5):
     tf.function(lambda x, number=number: x + number)(tf.zeros(()))
@@ -123,7 +122,7 @@ PUBLISHING = """
 import shutil, sys
 from pathlib import Path
 import tensorflow as tf
-from sd_tf.compile_cache import publish, set_compile_cache
+from sd_tf.runtime.compile_cache import publish, set_compile_cache
 cache = Path(sys.argv[1])
 set_compile_cache(cache)
 (kind,) = cache.iterdir()
@@ -155,7 +154,7 @@ def test_too_late(tmp_path):
 import sys
 import tensorflow as tf
 tf.config.list_physical_devices()
-from sd_tf.compile_cache import set_compile_cache
+from sd_tf.runtime.compile_cache import set_compile_cache
 set_compile_cache(sys.argv[1])
 """
     _, errors = end(start(code, tmp_path / "cache"))
@@ -166,11 +165,11 @@ def test_unwritable_folder(tmp_path, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "prompts.txt").write_text("a\n")
     export = ["--export_dir", str(micro_export())]
-    batch = ["batch", *export, "--prompts", str(tmp_path / "prompts.txt")]
-    for main, command in (
-        (generate.main, ["a", *export]),
-        (serving, ["ray", *export]),
-        (serving, [*batch, "--num_steps", "2", "--out", str(tmp_path / "out")]),
+    batch = ["serve", "batch", *export, "--prompts", str(tmp_path / "prompts.txt")]
+    for command in (
+        ["generate", "a", *export],
+        ["serve", "ray", *export],
+        [*batch, "--num_steps", "2", "--out", str(tmp_path / "out")],
     ):
         for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/xla")):
             assert main([*command, "--compile_cache", str(folder)]) == 1

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from sd_tf.config import (
-    CLIP_L,
     FAMILIES,
-    OPENCLIP_H,
     SAMPLERS,
-    SDXL_OPENCLIP_G,
     ConfigError,
+    family_of,
+    has_named_sizes,
     with_kerascv_numerics,
 )
+from sd_tf.config.families import CLIP_L, OPENCLIP_H, SDXL_OPENCLIP_G
 from sd_tf.weights import layout
 
 # Family → component → (tensors, parameters) of the published checkpoints.
@@ -27,8 +27,8 @@ PUBLISHED = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_named_families(family):
     config = FAMILIES[family].check()
-    assert config.family == family
-    assert config.is_named_family
+    assert family_of(config) == family
+    assert has_named_sizes(config)
     assert config.schedule.sampler in SAMPLERS
     assert config.default_size == {"sd2-v": 768}.get(family, 1024 if "xl" in family else 512)
     for component, (tensors, parameters) in PUBLISHED.get(family, {}).items():
@@ -38,10 +38,9 @@ def test_named_families(family):
 
 
 def test_image_inputs():
-    kinds = {family: config.latent_inputs for family, config in FAMILIES.items()}
-    assert kinds.pop("instruct-pix2pix") == kinds.pop("sdxl-instruct-pix2pix") == "image"
-    assert kinds.pop("inpaint") == "mask_and_image"
-    assert set(kinds.values()) == {"none"}
+    for family, config in FAMILIES.items():
+        added = {"instruct-pix2pix": "image", "inpaint": "mask_and_image"}
+        assert config.latent_inputs == added.get(family.removeprefix("sdxl-"), "none")
 
 
 def test_clip_skip():
@@ -55,15 +54,27 @@ def test_clip_skip():
 def test_parts_that_do_not_fit():
     sd1, xl = FAMILIES["sd1"], FAMILIES["sdxl-base"]
     for config, message in (
-        (replace(sd1, text_encoder=OPENCLIP_H), r"width 768 .*, but the text encoders give 1024"),
         (
-            replace(xl, text_encoder_2=replace(SDXL_OPENCLIP_G, projection_dim=640)),
-            r"one pooled text embedding of width 1280, but the text encoders give \[640\]",
+            replace(sd1, text_encoders={"text_encoder": OPENCLIP_H}),
+            r"context_dim=768 .*, but the text encoders give 1024",
         ),
-        (replace(sd1, unet=replace(sd1.unet, in_channels=5)), r"takes 4, 8, 9 input channels"),
         (
-            replace(sd1, schedule=replace(sd1.schedule, sampler="heun")),
-            r"Unknown scheduler 'heun'. Known: ddim",
+            replace(
+                xl,
+                text_encoders={
+                    **xl.text_encoders,
+                    "text_encoder_2": replace(SDXL_OPENCLIP_G, projection_dim=640),
+                },
+            ),
+            r"one pooled text embedding, of width 1280\. The text encoders give: \[640\]",
+        ),
+        (
+            replace(sd1, denoiser=replace(sd1.denoiser, in_channels=5)),
+            r"in_channels must be one of 4, 8, 9\. Received: in_channels=5",
+        ),
+        (
+            replace(sd1, schedule=replace(sd1.schedule, sampler="dpm_fast")),
+            r"Unknown scheduler 'dpm_fast'. Known: ddim",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -72,6 +83,9 @@ def test_parts_that_do_not_fit():
 
 def test_kerascv_numerics():
     config = with_kerascv_numerics(FAMILIES["sd2-base"])
-    assert config.text_encoder.activation == config.unet.geglu == "gelu_tanh"
-    assert config.unet.transformer_norm_eps == config.vae.norm_eps == 1e-5
-    assert with_kerascv_numerics(FAMILIES["sd1"]).text_encoder.activation == "quick_gelu"
+    assert config.text_encoders["text_encoder"].activation == config.denoiser.geglu == "gelu_tanh"
+    assert config.denoiser.transformer_norm_eps == config.autoencoder.norm_eps == 1e-5
+    assert (
+        with_kerascv_numerics(FAMILIES["sd1"]).text_encoders["text_encoder"].activation
+        == "quick_gelu"
+    )

@@ -10,13 +10,14 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from sd_tf.training import edit_pairs, world
-from sd_tf.training.__main__ import main
+from sd_tf.cli.main import main
+from sd_tf.training import world
 from sd_tf.training.hosts import Host
 from sd_tf.training.pairs import WorldPairs, open_pairs
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.edits import KINDS
 from sd_tf.training.world.scene import HELD_OUT, SPLITS
+from sd_tf.training.write_pairs import write_pairs
 
 
 def has_held_out(*scenes):
@@ -66,8 +67,8 @@ def test_every_kind_comes_as_often():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"split": "test"}, r"A split is one of train, held_out\. Received: 'test'"),
-        ({"kind": "grow"}, r"An edit is one of colour, shape, .*\. Received: 'grow'"),
+        ({"split": "test"}, r"split must be one of train, held_out\. Received: 'test'"),
+        ({"kind": "grow"}, r"kind must be one of colour, shape, .*\. Received: 'grow'"),
     ],
 )
 def test_what_the_world_does_not_have(given, message):
@@ -81,7 +82,7 @@ def test_what_the_world_does_not_have(given, message):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs") / "data"
-    assert main(["edit_pairs", "--out", str(folder), "--count", "600"]) == 0
+    assert main(["train", "edit_pairs", "--out", str(folder), "--count", "600"]) == 0
     return folder
 
 
@@ -104,7 +105,7 @@ def test_what_was_written_is_read(written):
 def test_kinds_take_turns(tmp_path):
     folder = tmp_path / "data"
     options = ["--count", "10", "--kinds", "move", "move", "shape", "--seed", "1"]
-    assert main(["edit_pairs", "--out", str(folder), *options]) == 0
+    assert main(["train", "edit_pairs", "--out", str(folder), *options]) == 0
     rows = pyarrow.parquet.read_table(folder).to_pylist()
     assert [row["kind"] for row in rows] == ["move", "move", "shape"] * 3 + ["move"]
     edits = [world.sample_edit(index, 1, "train", row["kind"]) for index, row in enumerate(rows)]
@@ -113,18 +114,28 @@ def test_kinds_take_turns(tmp_path):
 
 def test_a_kind_that_there_is_not(tmp_path, capsys):
     folder = tmp_path / "data"
-    command = ["edit_pairs", "--out", str(folder), "--count", "1", "--kinds", "move", "spin"]
+    command = [
+        "train",
+        "edit_pairs",
+        "--out",
+        str(folder),
+        "--count",
+        "1",
+        "--kinds",
+        "move",
+        "spin",
+    ]
     assert main(command) == 1
-    message = "--kinds are of colour, shape, add, remove, background, move. Received: spin"
+    message = "are of colour, shape, add, remove, background, move. Received: spin"
     assert message in capsys.readouterr().err
     assert not folder.exists()
 
 
 def test_it_writes_over_nothing(written, capsys):
-    assert main(["edit_pairs", "--out", str(written), "--count", "1"]) == 1
+    assert main(["train", "edit_pairs", "--out", str(written), "--count", "1"]) == 1
     assert "is not empty. Choose another --out, or empty it." in capsys.readouterr().err
-    with pytest.raises(TrainingError, match=r"--count is at least 1\. Received: 0"):
-        edit_pairs.write(written / "none", 0)
+    with pytest.raises(TrainingError, match=r"`count` is at least 1\. Received: 0"):
+        write_pairs(written / "none", 0)
 
 
 def test_the_other_published_layout(tmp_path):
@@ -153,7 +164,7 @@ def test_each_host_reads_its_own_part(written):
     assert [part.pair(0).instruction for part in parts] == [
         whole.pair(start).instruction for start in (0, 256, 512)
     ]
-    with pytest.raises(TrainingError, match=r"has 3 row groups, which is not one for each of 4"):
+    with pytest.raises(TrainingError, match=r"one row group for each of 4 hosts\. It has 3"):
         open_pairs(written, host=Host(3, 4))
 
 
@@ -188,7 +199,7 @@ def rows(**changed):
         ({"edit_prompt": " "}, "there is no instruction"),
         ({"edit_prompt": None}, "there is no instruction"),
         ({"input_image": None}, "there is no picture before"),
-        ({"edited_image": b"text"}, "after: this is not a picture"),
+        ({"edited_image": b"text"}, "after: this is not a PNG, JPEG, WebP or AVIF picture"),
         ({"edited_image": rows()[0]["edited_image"][:50]}, "after: the picture is damaged ("),
     ],
 )
@@ -231,13 +242,13 @@ def test_a_row_group_with_damaged_pages(tmp_path):
 
 
 def test_what_is_no_data(tmp_path):
-    with pytest.raises(TrainingError, match="is no parquet file and no folder that has one"):
+    with pytest.raises(TrainingError, match="are read from a parquet file or a folder of them"):
         open_pairs(tmp_path / "nothing")
     write(tmp_path / "a.parquet", [{"image": b"", "text": ""}])
     with pytest.raises(TrainingError, match=r"input_image or original_image, edit_prompt and"):
         open_pairs(tmp_path)
-    with pytest.raises(TrainingError, match=r"on_error is one of refuse, skip\. Received: x"):
+    with pytest.raises(TrainingError, match=r"on_error must be one of refuse, skip\. Received: x"):
         open_pairs(tmp_path, "x")
     write(tmp_path / "a.parquet", [{**GOOD, "edit_prompt": "a"}])
-    with pytest.raises(TrainingError, match=r"No usable pair; 1 rows were skipped\."):
+    with pytest.raises(TrainingError, match=r"no usable pair\. Skipped: 1 rows\."):
         open_pairs(tmp_path, "skip").pair(0)

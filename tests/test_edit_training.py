@@ -1,11 +1,6 @@
 """Learning to edit: surgery, dropout, the loss against PyTorch's, runs that diffusers loads."""
 
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import diffusers
 import keras
@@ -14,14 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_tf.config import FAMILIES
+from sd_tf.cli.main import main
+from sd_tf.config import FAMILIES, family_of
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import ResnetBlock
-from sd_tf.training.__main__ import main
 from sd_tf.training.batches import spread_timesteps
 from sd_tf.training.edit import (
     EditBatches,
-    Options,
+    EditOptions,
     PrecomputedBatches,
     dropped,
     precompute,
@@ -31,16 +26,16 @@ from sd_tf.training.edit import (
 from sd_tf.training.hosts import Host
 from sd_tf.training.losses import Denoising, Editing, freeze, recomputed
 from sd_tf.training.pairs import WorldPairs
+from sd_tf.training.picture_input import with_picture_input
 from sd_tf.training.settings import Averaging, Settings, TrainingError
-from sd_tf.training.surgery import with_picture_input
 from sd_tf.training.trainer import Run
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
+from tests.commands import on_two_hosts
 from tests.exports import micro_folder
 
-ROOT = Path(__file__).parent.parent
 PAIRS = WorldPairs(8, 16)
-OPTIONS = Options(size=16, flip=0.0)
+OPTIONS = EditOptions(size=16, flip=0.0)
 
 
 # Ready to see a picture
@@ -50,7 +45,7 @@ def test_surgery(small_pipelines):
     """What was there stays, the bias too; what is new has no say yet."""
     pipeline, folder = small_pipelines("sd1")
     ready = with_picture_input(open_checkpoint(folder))
-    assert ready.config.family == "instruct-pix2pix"
+    assert family_of(ready.config) == "instruct-pix2pix"
     before, after = open_checkpoint(folder).tensors("unet"), ready.tensors("unet")
     assert before.keys() == after.keys()
     kernel = after["conv_in.weight"].read()
@@ -68,7 +63,9 @@ def test_surgery(small_pipelines):
     np.testing.assert_allclose(ready.build("unet")(x, timesteps, context), alone, atol=1e-5)
     assert with_picture_input(ready) is ready
     inpainting = replace(ready, config=FAMILIES["inpaint"])
-    with pytest.raises(TrainingError, match=r"or an InstructPix2Pix one\. Received: inpaint"):
+    with pytest.raises(
+        TrainingError, match=r"or an InstructPix2Pix checkpoint\. Received: inpaint"
+    ):
         with_picture_input(inpainting)
 
 
@@ -103,7 +100,7 @@ def test_pairs_are_cut_and_mirrored_alike():
             pair = super().pair(index)
             return replace(pair, before=Image.fromarray(levels), after=Image.fromarray(levels))
 
-    options = Options(size=16, resize=24, flip=0.5)
+    options = EditOptions(size=16, resize=24, flip=0.5)
     batches = EditBatches(Same(8, 16), micro.SETTINGS, options, micro.CONFIG, len_of)
     corners = set()
     for step in range(12):
@@ -122,7 +119,7 @@ def test_only_the_noisiest_timesteps(monkeypatch):
     timesteps = np.concatenate([batches(step)["timesteps"] for step in range(400)])
     assert timesteps.min() == 600 and timesteps.max() == 999
     for first in (-1, 1000):
-        with pytest.raises(TrainingError, match=rf"is from 0 to 999, the .*Received: {first}"):
+        with pytest.raises(TrainingError, match=rf"must be from 0 to 999, the .*Received: {first}"):
             EditBatches(*given, replace(OPTIONS, first_timestep=first), micro.CONFIG, str)
 
 
@@ -143,11 +140,14 @@ def test_what_prepared_gives():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dropout": 0.4}, r"dropout is from 0 to 1/3\. Received: 0\.4"),
-        ({"flip": -1.0}, r"flip is from 0 to 1\. Received: -1\.0"),
-        ({"resize": 8}, r"it is not less\. Received: size=16, resize=8"),
-        ({"precompute": True, "flip": 0.5}, r"precompute goes with flip=0 .*Received: flip=0\.5"),
-        ({"precompute": True, "resize": 20}, r"without resize\. Received: flip=0\.0, resize=20"),
+        ({"dropout": 0.4}, r"`dropout` must be from 0 to 1/3\. Received: 0\.4"),
+        ({"flip": -1.0}, r"`flip` must be from 0 to 1\. Received: -1\.0"),
+        ({"resize": 8}, r"must not be less than `size`\. Received: size=16, resize=8"),
+        (
+            {"precompute": True, "flip": 0.5},
+            r"`precompute` needs a `flip` of 0 .*Received: flip=0\.5",
+        ),
+        ({"precompute": True, "resize": 20}, r"no `resize`\. Received: flip=0\.0, resize=20"),
     ],
 )
 def test_options_that_cannot_be_meant(changes, message):
@@ -162,8 +162,8 @@ def editing(checkpoint, vae=True):
     schedule = checkpoint.config.schedule
     encoder = freeze(checkpoint.build("text_encoder")) if vae else None
     denoising = Denoising(checkpoint.build("unet"), encoder, schedule, min_snr=None)
-    factor = checkpoint.config.vae.scaling_factor
-    return Editing(denoising, freeze(checkpoint.build("vae")) if vae else None, factor)
+    scale = checkpoint.config.autoencoder.latent_scale
+    return Editing(denoising, freeze(checkpoint.build("vae")) if vae else None, scale)
 
 
 @pytest.mark.backend
@@ -174,7 +174,7 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines):
     loss = editing(checkpoint)
     settings = replace(micro.SETTINGS, batch_size=3)
     tokenizer = checkpoint.tokenizer()
-    options = Options(size=64, flip=0.5, dropout=0.3)
+    options = EditOptions(size=64, flip=0.5, dropout=0.3)
     batch = EditBatches(WorldPairs(9, 64), settings, options, checkpoint.config, tokenizer)(0)
     batch["has_picture"] = np.array([1, 0, 1], "float32")
     gradients, value = micro.gradients_of(loss, batch)
@@ -208,6 +208,11 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines):
         assert np.abs(ours - parameters[path].grad.numpy()).max() <= 1e-3 * scale, path
 
 
+def precomputed(folder, checkpoint, vae, encoder, pairs=PAIRS):
+    tokenizer, begun = checkpoint.tokenizer(), {"data": pairs.record()}
+    precompute(pairs, 16, vae, encoder, tokenizer, folder, begun, lambda text: None)
+
+
 def test_precomputed_is_the_same(tmp_path):
     """Latents and text states from files give the loss that pictures and words give."""
     checkpoint = with_picture_input(open_checkpoint(micro_folder()))
@@ -215,7 +220,7 @@ def test_precomputed_is_the_same(tmp_path):
     vae, encoder = checkpoint.build("vae"), checkpoint.build("text_encoder")
     settings = replace(micro.SETTINGS, batch_size=8)
     given = (PAIRS, settings, replace(OPTIONS, dropout=0.2), config, tokenizer)
-    precompute(PAIRS, 16, vae, encoder, tokenizer, tmp_path / "cache", lambda text: None)
+    precomputed(tmp_path / "cache", checkpoint, vae, encoder)
     pictures, files = EditBatches(*given), PrecomputedBatches(*given, tmp_path / "cache")
     losses = editing(checkpoint), editing(checkpoint, vae=False)
     for step in range(3):
@@ -223,8 +228,10 @@ def test_precomputed_is_the_same(tmp_path):
             float(loss(b(step))[0]) for loss, b in zip(losses, (pictures, files), strict=True)
         ]
         assert values[1] == pytest.approx(values[0], rel=1e-3)  # float16 in the files
-    with pytest.raises(TrainingError, match=r"holds 8 pairs, the data has 9\. Choose another"):
-        PrecomputedBatches(WorldPairs(9, 16), *given[1:], tmp_path / "cache")
+    changed = replace(PAIRS, count=9)
+    message = rf"{tmp_path}/cache was made from something else: `data\.count` was 8, is 9\. Choose"
+    with pytest.raises(TrainingError, match=message):
+        precomputed(tmp_path / "cache", checkpoint, vae, encoder, changed)
 
 
 def test_precomputed_latents_beside_a_text_encoder_that_learns(tmp_path):
@@ -233,13 +240,13 @@ def test_precomputed_latents_beside_a_text_encoder_that_learns(tmp_path):
     vae = checkpoint.build("vae")
     learns = replace(OPTIONS, dropout=0.2, precompute=True, train_text_encoder=True).check()
     given = (PAIRS, replace(micro.SETTINGS, batch_size=8), learns, config, tokenizer)
-    precompute(PAIRS, 16, vae, None, tokenizer, tmp_path / "cache", lambda text: None)
+    precomputed(tmp_path / "cache", checkpoint, vae, None)
     pictures, files = EditBatches(*given), PrecomputedBatches(*given, tmp_path / "cache")
     for step in range(3):
         np.testing.assert_array_equal(pictures(step)["tokens"], files(step)["tokens"])
-    still = replace(learns, train_text_encoder=False)
-    with pytest.raises(TrainingError, match="has no contexts: it was made for a run with other op"):
-        PrecomputedBatches(*given[:2], still, *given[3:], tmp_path / "cache")
+    encoder = checkpoint.build("text_encoder")
+    with pytest.raises(TrainingError, match=r'`text_states` was null, is "float32"\. Choose'):
+        precomputed(tmp_path / "cache", checkpoint, vae, encoder)
 
 
 @pytest.mark.backend
@@ -284,7 +291,7 @@ def test_spread_timesteps_are_uniform():
 def arguments(out, *flags, data="world:8"):
     common = ["--size", "16", "--steps", "4", "--warm_up", "1", "--batch_size", "4"]
     return [
-        *("instruct_pix2pix", "--base", str(micro_folder()), "--data", data),
+        *("train", "instruct_pix2pix", "--checkpoint", str(micro_folder()), "--data", data),
         *("--out", str(out), *common, "--log_every", "2", *flags),
     ]
 
@@ -295,6 +302,7 @@ def instruct(*given, **options):
 
 def test_a_run_that_diffusers_loads(tmp_path, capsys):
     late = ["--ema_start", "0.5", "--sample_every", "4", "--save_every", "2", "--precompute"]
+    late += ["--nojit_compile"]
     assert instruct(tmp_path / "run", *late, "--scheduler", "euler_ancestral") == 0
     assert "8 pairs" in capsys.readouterr().out
     assert (tmp_path / "run" / "000004.png").is_file()
@@ -311,30 +319,27 @@ def test_a_run_that_diffusers_loads(tmp_path, capsys):
     for name, tensor in trained.tensors("text_encoder").items():
         np.testing.assert_array_equal(tensor.read(), before[name].read())
 
+    def refused(*flags, **options):
+        assert instruct(tmp_path / "run", *late, *flags, **options) == 1
+        return capsys.readouterr().err
+
+    assert "--dropout was 0.05, is 0.1. Give what the run was" in refused("--dropout", "0.1")
+    assert (
+        "precomputed was made from something else: `data.count` was 8, is 9. Choose another "
+        in (refused(data="world:9"))
+    )
+
 
 def test_several_hosts_learn_as_one(tmp_path):
     """Each has every other pair, and both end with what one would learn from both their batches."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = ["--backend", "jax", "--no_average", "--gradient_checkpointing"]
-    hosts = []
-    for number in range(2):
-        place = ["--coordinator", address, "--hosts", "2", "--host", str(number)]
-        command = [sys.executable, "-m", "sd_tf.training", *arguments(tmp_path / "both", *flags)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        hosts.append(
-            subprocess.Popen([*command, *place], env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    said = [host.communicate(timeout=900)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0]
-    assert "step 4/4" in said[0] and "step" not in said[1], "the first one speaks"
+    flags = ["--noaverage", "--gradient_checkpointing"]
+    on_two_hosts(*arguments(tmp_path / "both", *flags)[1:])
 
     settings = Settings(4, batch_size=4, warm_up=1, averaging=Averaging(None), jit_compile=False)
     settings = replace(settings, gradient_checkpointing=True)
     checkpoint = open_checkpoint(micro_folder())
-    lesson = prepare(checkpoint, PAIRS, settings, OPTIONS, tmp_path, lambda text: None)
-    given = (settings, OPTIONS, lesson.config, lesson.tokenizer)
+    task = prepare(checkpoint, PAIRS, settings, OPTIONS, tmp_path, lambda text: None)
+    given = (settings, OPTIONS, task.config, task.tokenizer)
     every = [Host(number, 2) for number in range(2)]
     parts = [EditBatches(replace(PAIRS, host=host), *given, host) for host in every]
 
@@ -342,10 +347,10 @@ def test_several_hosts_learn_as_one(tmp_path):
         one, other = (part(step) for part in parts)
         return {name: np.concatenate([value, other[name]]) for name, value in one.items()}
 
-    Run(lesson.loss, batches, settings, tmp_path / "one", lambda text: None).train()
+    Run(task.loss, batches, settings, tmp_path / "one", lambda text: None).train()
     before = with_picture_input(checkpoint).tensors("unet")
     both = open_checkpoint(tmp_path / "both" / "checkpoint").tensors("unet")
-    for name, slot in layout.slots(lesson.models["unet"]).items():
+    for name, slot in layout.slots(task.models["unet"]).items():
         start, expected = before[name].read(), slot.stored()
         found = both[name].read().reshape(expected.shape)
         way = np.linalg.norm(expected - start.reshape(expected.shape))
@@ -366,10 +371,10 @@ def test_hosts_that_cannot_be_meant(flags, message, tmp_path, capsys):
 
 def test_refusals(tmp_path, capsys):
     assert instruct(tmp_path / "a", data=str(tmp_path / "none")) == 1
-    assert "is no parquet file and no folder that has one" in capsys.readouterr().err
+    assert "are read from a parquet file or a folder of them" in capsys.readouterr().err
     assert instruct(tmp_path / "b", "--precompute", "--flip", "0.5") == 1
-    assert "precompute goes with flip=0" in capsys.readouterr().err
+    assert "Precomputed latents are those of unchanged pictures" in capsys.readouterr().err
     assert instruct(tmp_path / "c", "--dropout", "0.5") == 1
-    assert "dropout is from 0 to 1/3. Received: 0.5" in capsys.readouterr().err
+    assert "must be from 0 to 1/3. Received: 0.5" in capsys.readouterr().err
     assert instruct(tmp_path / "d", "--size", "15") == 1
     assert "--size is a positive multiple of 2. Received: 15" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The Hub client against a small server on loopback that answers as the Hub does."""
 
+import errno
 import hashlib
 import json
 import threading
@@ -24,6 +25,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, with_body):
         root, path = self.server.root, self.path.partition("?")[0]
+        if self.server.refusal is not None:
+            status, code = self.server.refusal
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         if path.startswith("/api/models/tiny/sd"):
             files = sorted(p for p in root.rglob("*") if p.is_file())
             siblings = [{"rfilename": str(p.relative_to(root))} for p in files]
@@ -66,7 +73,7 @@ def hub(small_pipelines, tmp_path, monkeypatch):
     (root / "safety_checker").mkdir()
     (root / "safety_checker/model.safetensors").write_bytes(b"not wanted")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.root, server.fetched = root, []
+    server.root, server.fetched, server.refusal = root, [], None
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -113,7 +120,9 @@ def test_variant_and_shards(hub, small_pipelines):
 
     from sd_tf.weights import CheckpointError, open_checkpoint
 
-    with pytest.raises(CheckpointError, match=r"tiny/sd on the Hub: text_encoder has no weights"):
+    with pytest.raises(
+        CheckpointError, match=r"tiny/sd on the Hub: text_encoder has no 'fp16' weights"
+    ):
         open_checkpoint("tiny/sd", variant="fp16")
     pipeline, _ = small_pipelines("sd1")
     shutil.rmtree(hub.root / "unet")
@@ -130,9 +139,69 @@ def test_cache_serves_when_the_hub_is_gone(hub, tmp_path):
         path.unlink() if path.is_file() else path.rmdir()
     hub.shutdown()
     hub.server_close()
-    assert open_checkpoint("tiny/sd").config.family == "sd1"
-    with pytest.raises(CheckpointError, match=r"other/model is neither a local file or folder"):
+    from sd_tf.config import family_of
+
+    assert family_of(open_checkpoint("tiny/sd").config) == "sd1"
+    with pytest.raises(CheckpointError, match=r"other/model is no .* not in the Hub's cache, and"):
         open_checkpoint("other/model")
+
+    for missing, message in (
+        ("unet/diffusion_pytorch_model.safetensors", r"unet has no weights: expected diffusion_"),
+        ("tokenizer", r"tokenizer is missing\."),
+    ):
+        (path,) = (tmp_path / "cache").glob(f"models--tiny--sd/snapshots/*/{missing}")
+        path.rename(tmp_path / "away")
+        partly = r"tiny/sd is only partly in the Hub's cache, and the rest could not .*\(Connect"
+        with pytest.raises(CheckpointError, match=f"{partly}.*{message}"):
+            open_checkpoint("tiny/sd")
+        (tmp_path / "away").rename(path)
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "GatedRepo"), (404, "RepoNotFound"), (500, "")])
+def test_what_the_hub_refuses_does_not_come_from_the_cache(hub, status, code):
+    from sd_tf.weights import CheckpointError, open_checkpoint
+
+    open_checkpoint("tiny/sd")
+    hub.refusal = status, code
+    with pytest.raises(CheckpointError, match=rf"not be downloaded from the Hub: \w+: .*{status}"):
+        open_checkpoint("tiny/sd")
+
+
+def test_a_download_without_space(hub, monkeypatch):
+    from sd_tf.weights import CheckpointError, open_checkpoint
+    from sd_tf.weights import hub as client
+
+    download = client.hf_hub_download
+
+    def full(repo_id, name, **options):
+        if name.endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return download(repo_id, name, **options)
+
+    monkeypatch.setattr(client, "hf_hub_download", full)
+    with pytest.raises(
+        CheckpointError, match=r"not be downloaded from the Hub: OSError: .*No spac"
+    ):
+        open_checkpoint("tiny/sd")
+
+
+@pytest.mark.parametrize("path", ["../sd15", "./sd15", "folder/.."])
+def test_a_path_is_no_id(hub, tmp_path, monkeypatch, path):
+    from sd_tf.weights import CheckpointError, open_checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"No such file or folder: {path.removeprefix('./')}"
+    ):
+        open_checkpoint(path)
+    assert hub.fetched == []
+
+
+def test_a_checkpoint_of_the_hub_is_called_by_its_id(hub):
+    from sd_tf.weights import open_checkpoint
+
+    checkpoint = open_checkpoint("tiny/sd")
+    assert checkpoint.name == checkpoint.source == "tiny/sd"
 
 
 def test_not_a_pipeline(hub):

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from sd_tf.config import ConfigError
-from sd_tf.generate import contact_sheet, main, read_parameters
-from sd_tf.manifest import ExportError
-from sd_tf.pipeline import Pipeline
-from tests.exports import micro_export, shared_export
+from sd_tf.cli.main import main
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.pictures import contact_sheet
+from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
+from sd_tf.runtime.png import METADATA, png_bytes, read_parameters
+from sd_tf.serving.tf_serving.predict import load
+from tests.exports import micro_export, shared_export, small_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,13 +125,33 @@ def test_loading_gives_freed_memory_back():
     assert pipe.manifest.batch_size and kept
 
 
+def test_components_of_two_exports_are_not_mixed(tmp_path):
+    """The image encoder is loaded when it is first needed; the folder may hold another one then."""
+    folder = shutil.copytree(micro_export(), tmp_path / "export")
+    pipe = Pipeline.load(folder, jit_compile=False)
+    manifest = folder / "pipeline.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "family": "another"}))
+    picture = np.zeros((2, 16, 16, 3), "uint8")
+    message = (
+        f"{folder} holds another export than when this pipeline was opened, and the image_encoder "
+        f"is not loaded yet. Load the pipeline again."
+    )
+    for _ in range(2):
+        with pytest.raises(ExportError) as caught:
+            pipe.encode(picture)
+        assert str(caught.value) == message
+    manifest.write_text(json.dumps(content))
+    assert pipe.encode(picture).shape[0] == 2
+
+
 def test_several_devices():
     """One replica each, work divided: the pictures are those of one device."""
     code = """
 import sys, numpy as np, tensorflow as tf
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
-from sd_tf.pipeline import Pipeline
+from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 prompts = list("abcdefg")
 one = Pipeline.load(sys.argv[1])(prompts, num_steps=2, seed=1).images
 assert len({picture.tobytes() for picture in one}) == 7
@@ -152,21 +175,39 @@ print(used, len(placed), np.abs(one.astype(int) - two).max() <= 1)
     ("call", "message"),
     [
         ({"prompt": []}, r"At least one prompt is needed"),
-        ({"num_steps": 0}, r"num_steps is a whole number from 1 to 8, .*Received: 0"),
-        ({"num_steps": 9}, r"from 1 to 8, the export's max_steps. Received: 9"),
+        (
+            {"num_steps": 0},
+            r"num_steps is a whole number from 1 to 8, .*Received: 0",
+        ),
+        ({"num_steps": 9}, r"from 1 to 8, the export's limit. Received: 9"),
         ({"num_steps": 2.5}, r"Received: 2.5"),
-        ({"guidance_scale": float("nan")}, r"guidance_scale is a finite number. Received: nan"),
-        ({"guidance_scale": float("inf")}, r"guidance_scale is a finite number. Received: inf"),
-        ({"scheduler": "heun"}, r"The scheduler is one of ddim, .*Received: 'heun'"),
-        ({"seed": [1, 2]}, r"One seed, or one for each of 1 prompts. Received: 2"),
-        ({"seed": 2**31}, r"whole number of 32 bits. Received: 2147483648"),
-        ({"seed": [0.5]}, r"whole number of 32 bits. Received: 0.5"),
+        (
+            {"guidance_scale": float("nan")},
+            r"guidance_scale is a number from .* 1000000. Received: nan",
+        ),
+        (
+            {"guidance_scale": float("inf")},
+            r"guidance_scale is a number from .* 1000000. Received: inf",
+        ),
+        ({"scheduler": "plms"}, r"scheduler is one of ddim, .*Received: 'plms'"),
+        ({"seed": [1, 2]}, r"seed is one for all or one for each of 1 prompts. Received: 2"),
+        (
+            {"seed": 2**31},
+            r"seed is a whole number from -2147483648 to .*Received: 2147483648",
+        ),
+        ({"seed": [0.5]}, r"2147483647. Received: 0.5"),
         ({"negative_prompt": ["a", "b"]}, r"one for each of 1 prompts. Received: 2"),
-        ({"noise": np.zeros((2, 8, 8, 4))}, r"shape \(1, 8, 8, 4\). Received: \(2, 8, 8, 4\)"),
+        ({"noise": np.zeros((2, 8, 8, 4))}, r"one for each of 1 prompts. Received: 2"),
+        ({"noise": np.zeros((1, 8, 8, 3))}, r"shape \(8, 8, 4\) for each .*: \(8, 8, 3\)"),
         ({"image": np.zeros((8, 8, 3), "uint8")}, r"uint8 \(64, 64, 3\). Received: uint8 \(8, 8"),
         ({"image": np.zeros((64, 64, 3))}, r"Received: float64 \(64, 64, 3\)"),
-        ({"mask": np.zeros((64, 64), "uint8")}, r"made for inpainting takes a mask; this .* sd1"),
-        ({"target_size": (64, 64)}, r"Only SDXL is conditioned on sizes and crops"),
+        (
+            {"mask": np.zeros((64, 64), "uint8")},
+            r"mask is only for .* that paint .*; this one is sd1",
+        ),
+        ({"strength": 0.5}, r"strength goes with image: give both, or neither"),
+        ({"prompt": 3}, r"prompt is a text of at most 10000 characters. Received: 3"),
+        ({"target_size": (64, 64)}, r"target_size is only for checkpoints of the SDXL fam"),
     ],
 )
 def test_wrong_calls(pipe, call, message):
@@ -174,14 +215,19 @@ def test_wrong_calls(pipe, call, message):
         pipe(**{"prompt": "a", "num_steps": 2, **call})
 
 
+def test_unknown_parameters(pipe):
+    with pytest.raises(TypeError, match=r"no parameter steps. It takes prompt, negative_prompt, "):
+        pipe("a", steps=2)
+
+
 def test_wrong_strength(pipe):
     picture = np.zeros((64, 64, 3), "uint8")
     for strength, message in (
-        (0.0, r"strength must be above 0 and at most 1. Received: 0.0"),
+        (0.0, r"strength is a number above 0, up to 1. Received: 0.0"),
         (1.5, r"Received: 1.5"),
         (0.2, r"nothing is left to denoise. Received: num_steps=2, strength=0.2"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ValueError, match=message):
             pipe("a", num_steps=2, image=picture, strength=strength)
 
 
@@ -194,13 +240,33 @@ def test_wrong_devices(exported):
             Pipeline.load(exported, devices=devices)
 
 
+def test_an_export_for_another_device(monkeypatch, caplog):
+    """A GPU that is only listed: what has the CPU's rewrites is loaded, and a warning says so."""
+    exported = micro_export()
+    listed = [
+        tf.config.PhysicalDevice(f"/physical_device:{kind}:0", kind) for kind in ("CPU", "GPU")
+    ]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: listed)
+    Pipeline.load(exported, jit_compile=False)
+    Pipeline.load(exported, devices=["CPU:0"])
+    assert not caplog.records
+    Pipeline.load(exported)
+    assert "diffusion_model, decoder, image_encoder were exported for a cpu" in caplog.text
+    assert "not for a gpu" in caplog.text and "export with --target gpu" in caplog.text
+    caplog.clear()
+    load(exported, ["text_encoder"])
+    assert not caplog.records
+    load(exported, ["decoder"])
+    assert "The compiled signatures of decoder were exported for a cpu" in caplog.text
+
+
 def test_missing_components(exported, tmp_path):
     folder = shutil.copytree(exported, tmp_path / "export")
     path = folder / "pipeline.json"
     manifest = json.loads(path.read_text())
     image = np.zeros((64, 64, 3), "uint8")
     for name, message in (
-        ("image_encoder", r"no image_encoder, which an image needs. .*components=image_encoder"),
+        ("image_encoder", r"no image_encoder, which an image needs. Export that component"),
         ("decoder", r"holds no decoder, which a pipeline needs"),
     ):
         components = {k: v for k, v in manifest["components"].items() if k != name}
@@ -214,12 +280,16 @@ def test_missing_components(exported, tmp_path):
 
 def test_generate_and_repeat(exported, tmp_path, capsys):
     export = ["--export_dir", str(exported), "--nojit_compile"]
+    prompts = ["a cat", "a dog"]
     flags = ["--num_steps", "3", "--seed", "7", "--scheduler", "euler", "--guidance_scale", "0"]
-    assert main(["a cat", "a dog", *export, *flags, "--out", str(tmp_path / "one")]) == 0
+    assert main(["generate", *prompts, *export, *flags, "--out", str(tmp_path / "one")]) == 0
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["7.png", "8.png", "contact_sheet.png"]
     parameters, needed = read_parameters(str(tmp_path / "one/8.png"))
     assert needed == []
+    text = Image.open(tmp_path / "one/8.png").text[METADATA]
+    assert str(small_folder().parent) not in text
+    assert json.loads(text)["checkpoint"] == Manifest.read(exported).checkpoint
     assert parameters == {
         "prompt": "a dog",
         "num_steps": 3,
@@ -228,40 +298,91 @@ def test_generate_and_repeat(exported, tmp_path, capsys):
         "scheduler": "euler",
     }
     again = ["--from_png", str(tmp_path / "one/8.png"), "--out", str(tmp_path / "two")]
-    assert main([*again, *export]) == 0
+    assert main(["generate", *again, *export]) == 0
     pictures = [np.asarray(Image.open(tmp_path / folder / "8.png")) for folder in ("one", "two")]
     assert np.abs(pictures[0].astype(int) - pictures[1]).max() <= 1
-    assert main([*again, *export, "--seed", "9"]) == 0
+    assert main(["generate", *again, *export, "--seed", "9"]) == 0
     assert (tmp_path / "two/9.png").is_file()
-    assert main([*again, *export]) == 0
+    assert main(["generate", *again, *export]) == 0
     assert (tmp_path / "two/8-1.png").is_file(), "nothing is overwritten"
 
     image = ["--image", str(tmp_path / "one/7.png"), "--out", str(tmp_path / "three")]
-    assert main(["a fox", *export, *image, "--num_steps", "4", "--seed", "1"]) == 0
+    assert main(["generate", "a fox", *export, *image, "--num_steps", "4", "--seed", "1"]) == 0
     capsys.readouterr()
-    assert main(["--from_png", str(tmp_path / "three/1.png"), *export]) == 1
+    assert main(["generate", "--from_png", str(tmp_path / "three/1.png"), *export]) == 1
     assert "was made with image; to repeat it, give --image again" in capsys.readouterr().err
+
+
+def test_generate_keeps_what_is_finished(pipe, exported, tmp_path, capsys, monkeypatch):
+    """Each batch is saved when it is done; an error or Ctrl+C leaves it and names the rest."""
+    decode, batches = SavedModelRunner.decode, []
+    monkeypatch.setattr(Pipeline, "load", lambda *_, **__: pipe)
+
+    def run(out, prompts, ending):
+        def decode_first(runner, latents):
+            batches.append(sorted(path.name for path in out.glob("*.png")))
+            if len(batches) == 2:
+                ending()
+            return decode(runner, latents)
+
+        batches.clear()
+        monkeypatch.setattr(SavedModelRunner, "decode", decode_first)
+        flags = ["--export_dir", str(exported), "--num_steps", "1", "--seed", "7"]
+        status = main(["generate", *prompts, *flags, "--out", str(out)])
+        said = capsys.readouterr()
+        assert batches == [[], ["7.png", "8.png"]]
+        assert [path.name for path in sorted(out.iterdir())] == ["7.png", "8.png"]
+        assert f"{out}/7.png\n{out}/8.png\n" in said.out
+        return status, said.err
+
+    def fail():
+        raise OSError("the power failed")
+
+    status, error = run(tmp_path / "failed", ["a", "b", "a cat"], fail)
+    missing = "2 of 3 pictures were saved in {}. Missing:\n  seed 9: a cat\n"
+    assert status == 1 and error.endswith(
+        missing.format(tmp_path / "failed") + "sd-tf generate: the power failed\n"
+    )
+    prompts = [f"number {index}" for index in range(14)]
+    status, error = run(tmp_path / "left", prompts, lambda: signal.raise_signal(signal.SIGINT))
+    assert status == 130
+    assert "2 of 14 pictures were saved" in error and "  seed 18: number 11\n" in error
+    assert error.endswith("number 11\n  and 2 more\nsd-tf generate: interrupted\n")
 
 
 def test_generate_with_wrong_flags(exported, tmp_path, capsys):
     Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
     (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "preview.png").write_bytes(png_bytes(np.zeros((8, 8, 3), "uint8"), {}))
+    for name in ("icon.ico", "page.eps"):  # Pillow reads them, and runs Ghostscript for the second
+        Image.new("RGB", (16, 16)).save(tmp_path / name)
     for flags, message in (
         (["a", "--export_dir", "/nowhere"], "/nowhere is not an export"),
         (["a", "--export_dir", str(exported), "--num_steps", "99"], "from 1 to 8"),
         (["--from_png", str(tmp_path / "plain.png"), "--export_dir", "x"], "holds no parameters"),
-        (["--from_png", str(tmp_path / "text.png"), "--export_dir", "x"], "is not a picture"),
+        (["--from_png", str(tmp_path / "text.png"), "--export_dir", "x"], "is not a PNG file"),
+        (["--from_png", str(tmp_path / "preview.png"), "--export_dir", "x"], "is a preview, taken"),
         (["--from_png", "/nowhere.png", "--export_dir", "x"], "No such file"),
+        (["--export_dir", "x"], "Give a prompt, or --from_png"),
+        (["a", "--export_dir", "x", "--count", "0"], "--count is at least 1. Received: 0"),
+        *(
+            (
+                ["a", "--export_dir", str(exported), "--image", str(tmp_path / name)],
+                f"{name}: this is not a PNG, JPEG, WebP or AVIF picture.",
+            )
+            for name in ("icon.ico", "page.eps")
+        ),
+        (["a", "--mask", "m.png"], "No embedded checkpoint paints inside a mask"),
+        (["a", "--export_dir", str(exported), "--strength", "1"], "--strength goes with image"),
     ):
-        assert main(flags) == 1
+        assert main(["generate", *flags]) == 1
         assert message in capsys.readouterr().err
     for flags, message in (
-        (["--export_dir", "x"], "give a prompt, or --from_png"),
-        (["a", "--export_dir", "x", "--count", "0"], "--count is at least 1. Received: 0"),
-        (["a", "--mask", "m.png"], "no embedded checkpoint paints in a mask"),
+        (["a", "--num_steps", "x"], "--num_steps: a whole number of at least 1. Received: 'x'"),
+        (["a", "--guidance_scale", "nan"], "from -1000000 to 1000000. Received: nan"),
     ):
         with pytest.raises(SystemExit):
-            main(flags)
+            main(["generate", *flags])
         assert message in capsys.readouterr().err
 
 

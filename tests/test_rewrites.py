@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from sd_tf.export import Options, check
-from sd_tf.manifest import ExportError, Manifest
+from sd_tf.export.options import ExportOptions, check
 from sd_tf.models import attention, convolution, lowering
 from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
-from sd_tf.pipeline import Pipeline
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.psnr import psnr
 from sd_tf.weights import open_checkpoint
 from tests.exports import shared_export, small_export, small_folder
 
@@ -32,11 +33,6 @@ def torch_conv(x, kernel, doubled_to=None):
         x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)[..., : doubled_to[0], : doubled_to[1]]
     y = torch.nn.functional.conv2d(x, torch.tensor(kernel.transpose(3, 2, 0, 1)), padding=1)
     return np.moveaxis(y.numpy(), 1, -1)
-
-
-def psnr(reference, other) -> float:
-    error = np.mean(np.square(reference - other))
-    return 20 * math.log10(np.ptp(reference) / math.sqrt(max(error, 1e-30)))
 
 
 # Convolutions
@@ -158,7 +154,8 @@ def test_models_stay_what_they_are(models, target):
         with lowered(TARGETS[target]):
             rewritten = keras.tree.flatten(model(*inputs))
         for one, other in zip(written, rewritten, strict=True):
-            agreement = psnr(*(keras.ops.convert_to_numpy(x) for x in (one, other)))
+            one, other = (keras.ops.convert_to_numpy(x) for x in (one, other))
+            agreement = psnr(one, other, peak=np.ptp(one))
             assert agreement >= 100, f"{name}: {agreement:.0f} dB"
 
 
@@ -281,7 +278,7 @@ def body_of(hlo, name):
 )
 def test_options(options, message):
     with pytest.raises(ExportError, match=message):
-        check(open_checkpoint(small_folder()), Options(height=64, width=64, **options))
+        check(open_checkpoint(small_folder()), ExportOptions(height=64, width=64, **options))
 
 
 def test_an_export_records_what_it_was_made_for(tmp_path):

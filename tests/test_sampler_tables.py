@@ -1,10 +1,5 @@
-"""Every table walked beside what it stands for: diffusers' own schedulers, KerasCV's own loop.
+"""Every table walked beside its original: diffusers' own schedulers, KerasCV's own loop."""
 
-The model is synthetic: a fixed linear map of its input plus a sinusoid in the timestep, so that no
-two calls agree and every entry of the history shows in the result.
-"""
-
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,41 +8,39 @@ import keras_cv
 import numpy as np
 import pytest
 import torch
-from keras_cv.src.models.stable_diffusion import constants as kerascv_constants
 
-from sd_tf.config import SAMPLERS, SD_SCHEDULE, ConfigError
-from sd_tf.sampling import tables
+from sd_tf.config import SAMPLERS, ConfigError, SamplerSpec
+from sd_tf.config.families import SD_SCHEDULE
+from sd_tf.sampling import rows, tables
+from sd_tf.sampling.methods import METHODS
+from sd_tf.sampling.schedules import abar
+from tests.walks import WIDTH, assert_same_walk, model, walk_diffusers, walk_table
 
+MULTISTEP = diffusers.DPMSolverMultistepScheduler
 DIFFUSERS = {
     "ddim": (diffusers.DDIMScheduler, {"clip_sample": False}),
     "pndm": (diffusers.PNDMScheduler, {"skip_prk_steps": True}),
     "euler": (diffusers.EulerDiscreteScheduler, {}),
     "euler_ancestral": (diffusers.EulerAncestralDiscreteScheduler, {}),
-    "dpmpp_2m": (diffusers.DPMSolverMultistepScheduler, {}),
+    "heun": (diffusers.HeunDiscreteScheduler, {}),
+    "dpmpp_2m": (MULTISTEP, {}),
+    "dpmpp_2m_sde": (MULTISTEP, {"algorithm_type": "sde-dpmsolver++"}),
+    "unipc": (diffusers.UniPCMultistepScheduler, {}),
     "lms": (diffusers.LMSDiscreteScheduler, {}),
     "lcm": (diffusers.LCMScheduler, {}),
 }
 SHARED = [name for name, spec in SAMPLERS.items() if spec.method in DIFFUSERS]
 PREDICTIONS = ("epsilon", "v_prediction")
 STEP_COUNTS = (1, 2, 3, 4, 5, 10, 20, 25, 30, 45, 50, 100)
-WIDTH = 8
 # np.arange(1000, 0, -1000 / N) has N + 1 elements here, the last of them rounding to timestep -1.
 OVERLONG_TRAILING = (61, 103, 121, 122)
-
-_rng = np.random.default_rng(0)
-MIX, PHASE = 0.15 * _rng.normal(size=(WIDTH, WIDTH)), _rng.normal(size=WIDTH)
-
-
-def model(x, t):
-    return MIX @ x + np.sin(t / 150 + PHASE)
 
 
 def accepted(name, num_steps):
     return name != "lcm" or num_steps <= 50
 
 
-def scheduler_for(name, schedule=SD_SCHEDULE):
-    spec = SAMPLERS[name]
+def scheduler_for(spec, schedule=SD_SCHEDULE):
     make, options = DIFFUSERS[spec.method]
     if spec.method in ("ddim", "pndm"):
         options = {**options, "set_alpha_to_one": schedule.set_alpha_to_one}
@@ -64,60 +57,33 @@ def scheduler_for(name, schedule=SD_SCHEDULE):
     )
 
 
-def walk_diffusers(monkeypatch, name, scheduler, num_steps, x, noise, begin=None, model=model):
-    """x before every call and after the last. `begin` None: text-to-image, x is unit noise;
-    else image-to-image from that row, x is (latents, unit noise)."""
+def starts(steps, scheduler, num_steps, seed, begin=None):
+    """Return both walks' first x and the noise of every row.
+
+    `begin` None: text-to-image, from scaled noise; else image-to-image from that row.
+    """
     scheduler.set_timesteps(num_steps)
-    timesteps = scheduler.timesteps[begin:]
-    x = torch.from_numpy(np.asarray(x))[..., None, :]  # a batch of one
+    rng = np.random.default_rng(seed)
+    unit, latents = rng.normal(size=(2, WIDTH))
+    noise = rng.normal(size=(steps.calls + 1, WIDTH))
     if begin is None:
-        x = x * scheduler.init_noise_sigma
-    else:
-        if hasattr(scheduler, "set_begin_index"):
-            scheduler.set_begin_index(begin)
-        x = scheduler.add_noise(x[0], x[1], timesteps[:1])
-    fresh = (torch.from_numpy(row)[None] for row in noise)
-    module = sys.modules[type(scheduler).__module__]
-    if hasattr(module, "randn_tensor"):
-        monkeypatch.setattr(module, "randn_tensor", lambda *_, **__: next(fresh))
-    walked = [x]
-    for k, t in enumerate(timesteps):
-        model_input = scheduler.scale_model_input(x, t)[0].double().numpy()
-        # Left alone, diffusers' LMS takes its order from the row, not from the history it has.
-        order = {"order": min(k + 1, 4)} if SAMPLERS[name].method == "lms" else {}
-        prediction = torch.from_numpy(model(model_input, float(t)))[None]
-        x = scheduler.step(prediction, t, x, **order).prev_sample
-        walked.append(x)
-    return torch.cat(walked).double().numpy()
-
-
-def walk_table(steps, x, noise, begin=None, model=model):
-    """The loop that the table is for, in float64."""
-    start = 0 if begin is None else begin
-    if begin is None:
-        x = steps.initial_scale * x
-    else:
-        x = steps.signal[start] * x[0] + steps.sigma[start] * x[1]
-    history = np.zeros((tables.HISTORY, *x.shape))
-    walked = [x]
-    for k, i in enumerate(range(start, steps.calls)):
-        timestep, input_scale, p, q, a, *b, c = steps.rows[i, min(k, tables.VARIANTS - 1)]
-        m = p * x + q * model(input_scale * x, timestep)
-        history = np.concatenate([m[None], history[:-1]])
-        x = a * x + np.tensordot(b, history, 1) + c * noise[k]
-        walked.append(x)
-    return np.array(walked)
+        return unit * steps.initial_scale, unit * float(scheduler.init_noise_sigma), noise
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(begin)
+    pair = torch.from_numpy(np.stack([latents, unit])[:, None])
+    theirs = scheduler.add_noise(*pair, scheduler.timesteps[begin : begin + 1])[0]
+    return steps.signal[begin] * latents + steps.sigma[begin] * unit, theirs, noise
 
 
 def check_walk(monkeypatch, name, schedule, num_steps, begin=None):
-    rng = np.random.default_rng(num_steps)
-    noise = rng.normal(size=(num_steps + 1, WIDTH))
-    x = rng.normal(size=(WIDTH,) if begin is None else (2, WIDTH))
-    scheduler = scheduler_for(name, schedule)
-    theirs = walk_diffusers(monkeypatch, name, scheduler, num_steps, x, noise, begin)
-    ours = walk_table(tables.steps(schedule, name, num_steps), x, noise, begin)
-    scale = np.abs(theirs).max(axis=1, keepdims=True)
-    np.testing.assert_allclose(ours / scale, theirs / scale, rtol=0, atol=1e-5)
+    spec = SAMPLERS[name]
+    scheduler = scheduler_for(spec, schedule)
+    steps = tables.steps(schedule, name, num_steps)
+    x, their_x, noise = starts(steps, scheduler, num_steps, num_steps, begin)
+    # Left alone, diffusers' LMS takes its order from the row, not from the history it has.
+    options = {"order": lambda k: min(k + 1, 4)} if spec.method == "lms" else {}
+    theirs = walk_diffusers(monkeypatch, scheduler, their_x, noise, begin=begin or 0, **options)
+    assert_same_walk(walk_table(steps, x, noise, begin or 0), theirs)
 
 
 @pytest.mark.parametrize("num_steps", STEP_COUNTS)
@@ -129,7 +95,7 @@ def test_text_to_image_is_diffusers(name, prediction, num_steps, monkeypatch):
         check_walk(monkeypatch, name, schedule, num_steps)
         return
     with pytest.raises(ValueError, match=r"cannot be larger|is smaller than"):
-        scheduler_for(name).set_timesteps(num_steps)
+        scheduler_for(SAMPLERS[name]).set_timesteps(num_steps)
     with pytest.raises(ConfigError, match=r"lcm takes at most 50 steps.*num_steps=100"):
         tables.steps(schedule, name, num_steps)
 
@@ -139,8 +105,29 @@ def test_text_to_image_is_diffusers(name, prediction, num_steps, monkeypatch):
 @pytest.mark.parametrize("name", SHARED)
 def test_image_to_image_is_diffusers(name, prediction, num_steps, monkeypatch):
     schedule = replace(SD_SCHEDULE, prediction=prediction)
+    calls_per_step = METHODS[SAMPLERS[name].method].calls_per_step
     for begin in {0, 1, 2, 3, num_steps // 2, num_steps - 1} & set(range(num_steps)):
-        check_walk(monkeypatch, name, schedule, num_steps, begin)
+        check_walk(monkeypatch, name, schedule, num_steps, begin * calls_per_step)
+
+
+UNNAMED = [
+    (method, spacing, karras)
+    for method, rule in METHODS.items()
+    if method in DIFFUSERS
+    for spacing in rule.spacings
+    for karras in (False, True)[: 1 + rule.karras]
+    if SamplerSpec(method, spacing, karras) not in SAMPLERS.values()
+]
+
+
+@pytest.mark.parametrize(("method", "spacing", "karras"), UNNAMED)
+def test_what_a_method_honours_is_diffusers_without_a_name_too(
+    method, spacing, karras, monkeypatch
+):
+    monkeypatch.setitem(SAMPLERS, "unnamed", SamplerSpec(method, spacing, karras))
+    for num_steps in (1, 2, 5, 20, 50):
+        check_walk(monkeypatch, "unnamed", SD_SCHEDULE, num_steps)
+    check_walk(monkeypatch, "unnamed", SD_SCHEDULE, 10, begin=4)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +149,7 @@ def test_other_schedules_are_diffusers(name, change, monkeypatch):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_every_step_count_visits_diffusers_timesteps(name):
-    scheduler = scheduler_for(name)
+    scheduler = scheduler_for(SAMPLERS[name])
     for num_steps in filter(lambda n: accepted(name, n), range(1, 151)):
         scheduler.set_timesteps(num_steps)
         theirs = scheduler.timesteps.double().numpy()
@@ -177,34 +164,45 @@ def test_every_step_count_visits_diffusers_timesteps(name):
 @pytest.mark.parametrize("begin", (5, 10, 15))
 def test_lms_from_the_middle_rises_in_order(begin, monkeypatch):
     """For Gaussian data of variance s², x(σ) = x √(s² + σ²) / √(s² + σ_begin²) exactly."""
-    variance, training_sigmas = 0.25, np.sqrt(1 / tables.abar(SD_SCHEDULE) - 1)
+    variance, training_sigmas = 0.25, np.sqrt(1 / abar(SD_SCHEDULE) - 1)
 
     def gaussian(x, t):
         sigma = np.interp(t, np.arange(1000), training_sigmas)
         return sigma * np.sqrt(sigma**2 + 1) * x / (variance + sigma**2)
 
     steps = tables.steps(SD_SCHEDULE, "lms", 20)
-    x, noise = np.ones((2, WIDTH)), np.zeros((21, WIDTH))
+    x, noise = np.full(WIDTH, 1 + steps.sigma[begin]), np.zeros((21, WIDTH))
     walked = walk_table(steps, x, noise, begin, gaussian)
-    exact = walked[0] * np.sqrt(variance / (variance + steps.sigma[begin] ** 2))
+    exact = x * np.sqrt(variance / (variance + steps.sigma[begin] ** 2))
     np.testing.assert_allclose(walked[-1], exact, rtol=0.01)
-    scheduler = scheduler_for("lms")
-    # Any other name than an LMS sampler's leaves diffusers' order alone.
-    theirs = walk_diffusers(monkeypatch, "euler", scheduler, 20, x, noise, begin, gaussian)
+    scheduler = scheduler_for(SAMPLERS["lms"])
+    scheduler.set_timesteps(20)
+    scheduler.set_begin_index(begin)
+    theirs = walk_diffusers(monkeypatch, scheduler, x, noise, gaussian, begin)
     assert np.all(np.abs(theirs[-1] / exact - 1) > 0.05)
 
 
-def test_start_row_is_diffusers_get_timesteps():
+@pytest.mark.parametrize("name", ["ddim", "heun"])
+def test_start_row_is_diffusers_get_timesteps(name):
     img2img = diffusers.StableDiffusionImg2ImgPipeline
     for num_steps in STEP_COUNTS:
-        scheduler = scheduler_for("ddim")
+        scheduler = scheduler_for(SAMPLERS[name])
         scheduler.set_timesteps(num_steps)
         for strength in (0.1, 0.29, 0.3, 0.5, 0.57, 0.75, 0.8, 0.99, 1, 1.0):
             if int(num_steps * strength) >= 1:
                 pipeline = SimpleNamespace(scheduler=scheduler)
-                timesteps, left = img2img.get_timesteps(pipeline, num_steps, strength, "cpu")
-                assert len(timesteps) == left
-                assert tables.start_row(num_steps, strength) == num_steps - left
+                timesteps, _ = img2img.get_timesteps(pipeline, num_steps, strength, "cpu")
+                skipped = len(scheduler.timesteps) - len(timesteps)
+                assert tables.start_row(name, num_steps, strength) == skipped
+
+
+def test_heun_corrects_no_step_that_was_not_made():
+    """Its odd rows leave the sample alone when a walk starts there."""
+    steps = tables.steps(SD_SCHEDULE, "heun", 10)
+    assert steps.calls == 19
+    columns = [rows.COLUMNS.index(name) for name in ("a", "b0", "b1", "c")]
+    assert np.all(steps.rows[1::2, 0, columns] == [1, 0, 0, 0])
+    np.testing.assert_array_equal(steps.sigma[1::2], steps.sigma[2::2])
 
 
 # KerasCV
@@ -284,13 +282,6 @@ def test_kerascv_2022_pairs_every_alpha_with_its_own_predecessor(num_steps, kera
 # Goldens and shape
 
 
-def test_noise_schedule():
-    abar = tables.abar(SD_SCHEDULE)
-    assert abar.shape == (1000,) and abar.dtype == np.float64
-    np.testing.assert_allclose(abar[[0, 999]], [0.99915, 0.00466010], rtol=2e-6)
-    np.testing.assert_allclose(abar, kerascv_constants._ALPHAS_CUMPROD, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("num_steps", "timesteps", "sigmas", "initial_scale"),
     (
@@ -334,11 +325,11 @@ def test_pndm_visits_its_second_timestep_twice():
 def test_tables_are_finite_float64_of_one_shape(name):
     for num_steps in (1, 2, 3, 7, 50):
         steps = tables.steps(SD_SCHEDULE, name, num_steps)
-        assert steps.rows.shape == (steps.calls, tables.VARIANTS, len(tables.COLUMNS))
+        assert steps.rows.shape == (steps.calls, rows.VARIANTS, len(rows.COLUMNS))
         assert steps.rows.dtype == np.float64 and np.isfinite(steps.rows).all()
         assert steps.signal.shape == steps.sigma.shape == (steps.calls,)
         # Only the history's use depends on the variant, and the last row draws no noise.
-        shared = [tables.COLUMNS.index(c) for c in ("timestep", "input_scale", "p", "q", "c")]
+        shared = [rows.COLUMNS.index(c) for c in ("timestep", "input_scale", "p", "q", "c")]
         assert np.all(steps.rows[:, :, shared] == steps.rows[:, :1, shared])
         assert np.all(steps.rows[-1, :, -1] == 0)
 
@@ -348,9 +339,9 @@ def test_tables_are_finite_float64_of_one_shape(name):
 
 def test_errors_state_the_rule_and_what_came():
     with pytest.raises(
-        ConfigError, match=r"Unknown scheduler 'heun'\. Known: ddim, .*kerascv-2022"
+        ConfigError, match=r"Unknown scheduler 'dpm_fast'\. Known: ddim, .*kerascv-2022"
     ):
-        tables.steps(SD_SCHEDULE, "heun", 20)
+        tables.steps(SD_SCHEDULE, "dpm_fast", 20)
     for num_steps in (0, -3, 2.5, 1000):
         with pytest.raises(
             ConfigError, match=rf"whole number, at least 1.* Received: {num_steps}$"
@@ -358,10 +349,29 @@ def test_errors_state_the_rule_and_what_came():
             tables.steps(SD_SCHEDULE, "ddim", num_steps)
     with pytest.raises(ConfigError, match=r"Unknown beta_schedule 'cosine'\. Known: linear, sc"):
         tables.steps(replace(SD_SCHEDULE, beta_schedule="cosine"), "ddim", 20)
-    with pytest.raises(ConfigError, match=r"Unknown prediction 'sample'\. Known: epsilon, v_"):
+    with pytest.raises(ConfigError, match=r"beta .* epsilon or v_prediction\. Received: 'sample'"):
         tables.steps(replace(SD_SCHEDULE, prediction="sample"), "ddim", 20)
     for strength in (0, -0.1, 1.01, float("nan")):
         with pytest.raises(ConfigError, match=rf"above 0 and at most 1\. Received: {strength}"):
-            tables.start_row(20, strength)
+            tables.start_row("ddim", 20, strength)
     with pytest.raises(ConfigError, match=r"at least 1,.* num_steps=10, strength=0\.05"):
-        tables.start_row(10, 0.05)
+        tables.start_row("ddim", 10, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    (
+        (
+            SamplerSpec("dpmpp_2m", "leading"),
+            r"^The scheduler 'wrong' cannot be used: the method dpmpp_2m honours the spacing "
+            r"linspace, not leading\. Choose another\.$",
+        ),
+        (SamplerSpec("pndm", "trailing"), r"the method pndm honours the spacing leading, not tra"),
+        (SamplerSpec("euler", karras=True), r"the method euler does not honour Karras\."),
+        (SamplerSpec("dpm_fast"), r"Unknown method 'dpm_fast'\. Known: ddim"),
+    ),
+)
+def test_what_a_method_does_not_honour_is_refused(spec, message, monkeypatch):
+    monkeypatch.setitem(SAMPLERS, "wrong", spec)
+    with pytest.raises(ConfigError, match=message):
+        tables.steps(SD_SCHEDULE, "wrong", 20)

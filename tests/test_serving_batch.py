@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,21 +16,21 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from sd_tf.generate import read_parameters
-from sd_tf.manifest import Manifest
-from sd_tf.pipeline import Pipeline
-from sd_tf.serving.__main__ import main
+from sd_tf.cli.main import main
+from sd_tf.cli.progress import Progress
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.png import read_parameters
 from sd_tf.serving.batch import BatchError, work
-from sd_tf.serving.batch.command import Progress
 from sd_tf.serving.batch.folder import Folder, safe_name
 from sd_tf.serving.batch.rows import Row, check_rows, check_settings, divide, read_entries
 from tests.exports import shared_export
 
 ROOT = Path(__file__).parent.parent
 BATCH = 2
-COUNT, FEWER = 500, 120
+COUNT, FEWER = 200, 80
 SETTINGS = {
-    "negative_prompt": None,
     "seed": 0,
     "num_steps": 2,
     "guidance_scale": 7.5,
@@ -58,7 +57,7 @@ def pipe(exported):
 def arguments(exported, prompts, out, *more):
     names = {"--export_dir": exported, "--prompts": prompts, "--out": out}
     given = [str(word) for pair in names.items() for word in pair]
-    return ["batch", *given, "--num_steps", "1", "--nojit_compile", *more]
+    return ["serve", "batch", *given, "--num_steps", "1", "--nojit_compile", *more]
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -122,7 +121,7 @@ def test_parquet(tmp_path):
         ("p.csv", "", "p.csv: no column prompt. Received: none"),
         ("p.csv", "text\na\n", "p.csv: unknown column text. The columns are prompt, negative_p"),
         ("p.csv", "seed,id\n1,2\n", "p.csv: no column prompt. Received: seed, id"),
-        ("p.csv", "prompt,prompt\na,b\n", "a column stands there twice"),
+        ("p.csv", "prompt,prompt\na,b\n", "a column occurs twice"),
         ("p.csv", 'prompt\na\n"b\nc\n', "p.csv, line 4, is not CSV: unexpected end of data"),
         ("p.jsonl", '{"prompt": "a"}\n{"promt": "b"}', "p.jsonl: unknown column promt"),
         ("p.jsonl", '{"seed": 1}', "p.jsonl: no column prompt. Received: seed"),
@@ -148,36 +147,39 @@ def test_damaged_pages_and_unknown_columns_of_parquet(tmp_path):
 
 # Checking
 
+TEXT = "a text of at most 10000 characters"
+SEED = "a whole number from -2147483648 to 2147483647"
+GUIDANCE = "a number from -1000000 to 1000000"
 BAD_ROWS = [
     ("not read", "not read"),
     ({}, "the prompt is empty"),
     ({"prompt": "\t "}, "the prompt is empty"),
-    ({"prompt": 7}, "prompt is a text. Received: 7"),
-    ({"prompt": b"a" * 99}, "prompt is a text. Received: b'" + "a" * 58 + "…"),
-    ({"prompt": "\ud800"}, "prompt is no valid Unicode: surrogates not allowed"),
-    ({"prompt": "a", "negative_prompt": ["b"]}, "negative_prompt is a text. Received: ['b']"),
-    ({"prompt": "a", "seed": 2**31}, "seed is a whole number of 32 bits. Received: 2147483648"),
-    ({"prompt": "a", "seed": 1.5}, "seed is a whole number. Received: 1.5"),
-    ({"prompt": "a", "seed": True}, "seed is a whole number. Received: True"),
-    ({"prompt": "a", "seed": float("inf")}, "seed is a whole number. Received: inf"),
-    ({"prompt": "a", "seed": "1.5"}, "seed is a whole number. Received: '1.5'"),
+    ({"prompt": 7}, f"prompt is {TEXT}. Received: 7"),
+    ({"prompt": b"a" * 99}, f"prompt is {TEXT}. Received: b'" + "a" * 58 + "…"),
+    ({"prompt": "\ud800"}, rf"prompt is {TEXT}. Received: '\ud800'"),
+    ({"prompt": "a", "negative_prompt": ["b"]}, f"negative_prompt is {TEXT}. Received: ['b']"),
+    ({"prompt": "a", "seed": 2**31}, f"seed is {SEED}. Received: 2147483648"),
+    ({"prompt": "a", "seed": 1.5}, f"seed is {SEED}. Received: 1.5"),
+    ({"prompt": "a", "seed": True}, f"seed is {SEED}. Received: True"),
+    ({"prompt": "a", "seed": float("inf")}, f"seed is {SEED}. Received: inf"),
+    ({"prompt": "a", "seed": "1.5"}, f"seed is {SEED}. Received: '1.5'"),
     (
         {"prompt": "a", "num_steps": 9},
-        "num_steps is a whole number from 1 to 8, the export's max_steps. Received: 9",
+        "num_steps is a whole number from 1 to 8, the export's limit. Received: 9",
     ),
     (
         {"prompt": "a", "num_steps": "0"},
-        "num_steps is a whole number from 1 to 8, the export's max_steps. Received: 0",
+        "num_steps is a whole number from 1 to 8, the export's limit. Received: 0",
     ),
-    ({"prompt": "a", "guidance_scale": "nan"}, "guidance_scale is a finite number. Rec"),
-    ({"prompt": "a", "guidance_scale": 10**400}, "guidance_scale is a finite number. Rec"),
-    ({"prompt": "a", "guidance_scale": False}, "guidance_scale is a finite number. Rec"),
-    ({"prompt": "a", "scheduler": "magic"}, "The scheduler is one of "),
-    ({"prompt": "a", "scheduler": 3}, "scheduler is a text. Received: 3"),
+    ({"prompt": "a", "guidance_scale": "nan"}, f"guidance_scale is {GUIDANCE}. Rec"),
+    ({"prompt": "a", "guidance_scale": 10**400}, f"guidance_scale is {GUIDANCE}. Rec"),
+    ({"prompt": "a", "guidance_scale": False}, f"guidance_scale is {GUIDANCE}. Rec"),
+    ({"prompt": "a", "scheduler": "magic"}, "scheduler is one of "),
+    ({"prompt": "a", "scheduler": 3}, "scheduler is one of "),
     ({"prompt": "a", "id": 1.5}, "an id is a text or a whole number. Received: 1.5"),
     ({"prompt": "a", "id": ""}, "an id is a text or a whole number. Received: ''"),
-    ({"prompt": "a", "id": "\udfff"}, "id is no valid Unicode"),
-    ({"prompt": "a", "id": "first"}, "the id is that of row 0 too"),
+    ({"prompt": "a", "id": "\udfff"}, "an id is a text or a whole number"),
+    ({"prompt": "a", "id": "first"}, "the id is also that of row 0"),
     ({"prompt": "a", "id": 0}, None),
 ]
 
@@ -203,22 +205,27 @@ def test_a_row_overrides_the_flags(manifest):
         "id": 12,
     }
     rows, failures = check_rows([{"prompt": "a"}, own], {**SETTINGS, "seed": 5}, manifest)
-    assert rows[0] == Row("000000", "a", None, 5, 2, 7.5, "ddim")
-    assert rows[1] == Row("12", "b", "", -7, 3, 2.0, "euler") and not failures
+    assert rows[0] == Row(
+        "000000", Call("a", seed=5, num_steps=2, guidance_scale=7.5, scheduler="ddim")
+    )
+    assert rows[1] == Row(
+        "12", Call("b", "", seed=-7, num_steps=3, guidance_scale=2.0, scheduler="euler")
+    )
+    assert not failures
 
 
 def test_a_seed_follows_the_row_and_has_32_bits(manifest):
     last = {**SETTINGS, "seed": 2**31 - 2}
     rows, failures = check_rows([{"prompt": "a"}, {}, {"prompt": "c"}], last, manifest)
-    assert [row.seed for row in rows] == [2**31 - 2]
-    assert [f.reason for f in failures][1].startswith("seed is a whole number of 32 bits")
+    assert [row.call.seed for row in rows] == [2**31 - 2]
+    assert [f.reason for f in failures][1].startswith(f"seed is {SEED}")
 
 
 def test_flags_are_checked(manifest):
     for changed, message in (
-        ({"scheduler": "magic"}, "The scheduler is one of"),
-        ({"seed": 2**31}, "seed is a whole number of 32 bits"),
-        ({"guidance_scale": float("nan")}, "guidance_scale is a finite number"),
+        ({"scheduler": "magic"}, "scheduler is one of"),
+        ({"seed": 2**31}, f"seed is {SEED}"),
+        ({"guidance_scale": float("nan")}, f"guidance_scale is {GUIDANCE}"),
     ):
         with pytest.raises(ValueError, match=message):
             check_settings({**SETTINGS, **changed}, manifest)
@@ -235,7 +242,7 @@ def test_units_are_alike_and_hold_each_row_once(manifest):
     assert [unit.index for unit in units] == list(range(len(units)))
     assert [unit.rows[0].id for unit in units] == sorted(unit.rows[0].id for unit in units)
     for unit in units:
-        assert len({(row.num_steps, row.negative_prompt is None) for row in unit.rows}) == 1
+        assert len({row.call.alike() for row in unit.rows}) == 1
     assert sum(len(unit.rows) < BATCH for unit in units) <= 4  # of each kind the last
 
 
@@ -269,7 +276,7 @@ def test_paths_are_refused(tmp_path, exported, capsys):
         (arguments(exported, tmp_path, tmp_path / "out"), "cannot be read: "),
         (arguments(tmp_path, prompts, tmp_path / "out"), f"{tmp_path} is not an export"),
         (arguments(exported, prompts, prompts / "out"), "cannot be written: "),
-        (arguments(exported, prompts, "/proc/out"), "--out /proc/out cannot be written: "),
+        (arguments(exported, prompts, "/proc/out"), "/proc/out cannot be written: "),
         (arguments(exported, prompts, strange), "is not empty and has no job.json"),
         (arguments(exported, prompts, tmp_path / "out", "--workers", "0"), "--workers is at least"),
         (
@@ -282,7 +289,7 @@ def test_paths_are_refused(tmp_path, exported, capsys):
         ),
         (
             arguments(exported, prompts, tmp_path / "out", "--num_steps", "9"),
-            "None of the 1 rows of",
+            "--num_steps is a whole number from 1 to 8",
         ),
     ):
         assert main(given) == 1
@@ -337,11 +344,11 @@ def test_a_half_written_file_does_not_count(tmp_path, manifest):
 def test_progress(capsys, monkeypatch):
     times = iter([100.0, 105.0, 120.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    progress = Progress(100)
-    for _ in range(3):
-        progress.add(20)
-    assert capsys.readouterr().out == "60 of 100, 2 rows/s, 20 s left\n"
-    assert progress.kept.startswith("60 rows were made and are kept")
+    with Progress(100, "rows") as progress:
+        for done in (20, 40, 60):
+            progress.reach(done)
+    out, errors = capsys.readouterr()
+    assert (out, errors) == ("", "60 of 100 rows, 2 a second, 20 s left\n")
 
 
 def test_gpus_are_shared_out():
@@ -364,15 +371,15 @@ class Answers:
 
 def test_errors_of_a_worker_are_its_answers(exported, manifest, tmp_path, monkeypatch):
     monkeypatch.setattr(work.ray, "get", lambda answer: answer)
-    row = asdict(Row("a", "a", None, 5, 2, 7.5, "ddim"))
-    item = {"unit": 3, "rows": json.dumps([row])}
+    call = Call("a", seed=5, num_steps=2, guidance_scale=7.5, scheduler="ddim")
+    item = {"unit": 3, "calls": json.dumps([call.described()])}
     attempts = Answers(work.Attempts())
     resources = work.Resources(workers=1, gpus_per_worker=0)
-    lost = work.Worker(work.Model(str(tmp_path), False, None), resources, attempts)
+    lost = work.Worker(work.Loading(str(tmp_path), False, None), resources, attempts)
     answer = lost(item)
     assert answer["problem"].startswith(f"{tmp_path} is not an export") and answer["unit"] == 3
 
-    worker = work.Worker(work.Model(str(exported), False, None), resources, attempts)
+    worker = work.Worker(work.Loading(str(exported), False, None), resources, attempts)
     assert worker.problem is None
     answer = worker(item)
     assert len(answer["pngs"]) == 1 and not answer["problem"]
@@ -380,7 +387,7 @@ def test_errors_of_a_worker_are_its_answers(exported, manifest, tmp_path, monkey
     assert worker(item)["problem"].startswith("AttributeError: ")
     for _ in range(work.ATTEMPTS):
         answer = worker(item)
-    expected = f"The unit 3 has ended its worker's process {work.ATTEMPTS + 1} times, as too little"
+    expected = f"The unit 3 has ended its worker's process {work.ATTEMPTS + 1} times, often a sign"
     assert answer["problem"].startswith(expected)
 
 
@@ -402,7 +409,7 @@ def left_running():
 def driver(given, *program, left_running=None):
     """The command in a process; what it started is gone at the end, or goes to `left_running`."""
     process = subprocess.Popen(
-        [sys.executable, *(program or ("-m", "sd_tf.serving")), *given],
+        [sys.executable, *(program or ("-m", "sd_tf")), *given],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -474,7 +481,7 @@ def drawn(exported, tmp_path_factory, broken):
     prompts = written(folder / "prompts.txt", "\n".join(PROMPTS))
     given = arguments(exported, prompts, folder / "out", "--workers", "2")
     with driver(given) as (process, own):
-        for count in (20, 200):
+        for count in (20, 80):
             assert wait_for(folder / "out", "*.png", count, process) < COUNT
             own |= descendants(process)
             victim = workers(process)[0]
@@ -501,22 +508,22 @@ def test_killed_workers_cost_nothing(drawn, pipe):
         "seed": 7,
         "scheduler": pipe.manifest.default_sampler,
     }
-    assert "0 of 500 rows are done already\n2 workers load the export\n" in output
-    assert output.endswith("all 500 rows are done.\n")
+    assert "0 of 200 rows are done already\n2 workers load the export\n" in output
+    assert output.endswith("all 200 rows are done.\n")
 
 
 def test_a_rerun_does_nothing(drawn):
     folder, given, _ = drawn
     before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
     code = (
-        f"import sys; from sd_tf.serving.__main__ import main; status = main({given!r})\n"
+        f"import sys; from sd_tf.cli.main import main; status = main({given!r})\n"
         "print(status, [name for name in ('ray', 'tensorflow') if name in sys.modules])"
     )
     start = time.perf_counter()
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert time.perf_counter() - start < 10
     assert result.stdout.splitlines() == [
-        f"{folder / 'out'}: all 500 rows are done, nothing is missing.",
+        f"{folder / 'out'}: all 200 rows are done, nothing is missing.",
         "0 []",
     ]
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
@@ -583,14 +590,14 @@ def test_rows_of_their_own_settings(exported, pipe, tmp_path):
 
 DYING = """
 import os, signal, sys
-from sd_tf.serving.__main__ import main
+from sd_tf.cli.main import main
 from sd_tf.serving.batch import work
 
 class Dying(work.Worker):
     def load(self, model, resources):
         pass
 
-    def draw(self, rows):
+    def draw(self, calls):
         os.kill(os.getpid(), signal.SIGKILL)
 
 work.Worker, work.ATTEMPTS = Dying, 2

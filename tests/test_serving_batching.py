@@ -5,11 +5,13 @@ import time
 
 import pytest
 
-from sd_tf.serving.ray_app.batching import Batcher, BusyError, Job
+from sd_tf.runtime.call import Call
+from sd_tf.serving.ray_app.batching import Batcher, BusyError, Events, Job, Together
 
 
-def job(together="a", index=0):
-    return Job(index, "prompt", 0, {}, together, asyncio.Queue())
+def job(scheduler="a", index=0):
+    call = Call("prompt", seed=0, scheduler=scheduler)
+    return Job(index, call, Together(call.alike(), 10), Events())
 
 
 def test_a_complete_batch_does_not_wait():

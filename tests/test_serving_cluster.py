@@ -4,12 +4,12 @@ import json
 import os
 import time
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
+from sd_tf.bench.application import replicas, serving
 from tests.exports import micro_export
-from tests.served import replicas, serving
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -21,10 +21,8 @@ RECOVERY_SECONDS = 120
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster():
     from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "50")  # on a busy machine
 
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     cluster.add_node(**NODE)
@@ -34,8 +32,9 @@ def cluster(monkeypatch):
 
 
 def picture(url: str) -> str:
-    body = json.dumps(BODY).encode()
-    with urlopen(f"{url}/generate", body, timeout=60) as answer:
+    headers = {"content-type": "application/json"}
+    request = Request(f"{url}/generate", json.dumps(BODY).encode(), headers)
+    with urlopen(request, timeout=60) as answer:
         return json.load(answer)["images"][0]["png"]
 
 

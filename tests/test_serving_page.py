@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
-from sd_tf.generate import METADATA, REPEATED
+from sd_tf.runtime.png import METADATA
 from sd_tf.training import world
 from sd_tf.training.world.captions import Ask, AskedThing
 from tests.page_browser import DESKTOP, PATIENCE, PHONE, artifacts, chromium, opened
@@ -125,15 +125,14 @@ def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
     for place in range(4):
         png = download(page, place)
         content = json.loads(Image.open(io.BytesIO(png)).text[METADATA])
-        assert {name: content.get(name) for name in REPEATED} == {
+        del content["checkpoint"]
+        assert content == {
             "prompt": PROMPT,
-            "negative_prompt": None,
             "num_steps": 20,
             "guidance_scale": 4.0,
-            "image_guidance_scale": None,
-            "strength": None,
             "seed": 4 - place,
             "scheduler": page.locator("#scheduler").input_value(),
+            "pictures": [],
         }
         assert pixels(png).shape == (64, 64, 3)
         verdict = world.judge(world.read(pixels(png)), ASK)
@@ -292,9 +291,9 @@ def test_wrong_values_are_said_at_their_fields(visit):
     page.click("#generate")
     expect(page.locator("#prompt")).to_be_focused()
     for name, text in {
-        "prompt": "Say what the picture is to show.",
+        "prompt": "Say what the picture shows.",
         "num_steps": "A whole number from 1 to",
-        "guidance_scale": "A number, such as 4 or 7.5.",
+        "guidance_scale": "A number from -1000000 to 1000000, such as 4.",
         "count": "A whole number from 1 to",
         "seed": "A whole number from -2147483648 to 2147483647.",
     }.items():
@@ -343,24 +342,14 @@ def test_a_picture_to_start_from(visit, tmp_path):
     assert not seen.errors
 
 
-def test_a_picture_chosen_before_the_server_has_answered(page, tmp_path):
-    held = []
-    page.route("**/about", lambda route: held.append(route))
-    page.reload()
-    page.set_input_files("#image", picture(tmp_path))
-    expect(page.locator("#model")).to_contain_text("Asking the server")
-    held[0].continue_()
-    expect(page.locator("#given-picture")).to_be_visible()
-
-
 def test_what_is_entered_before_the_server_has_answered(page):
     page.fill("#prompt", "from before the reload")
+    page.fill("#num_steps", "3")
+    page.uncheck("#random")
     held = []
     page.route("**/about", lambda route: held.append(route))
     page.reload()
     page.fill("#prompt", PROMPT)
-    page.fill("#num_steps", "3")
-    page.uncheck("#random")
     held.pop().continue_()
     expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
     expect(page.locator("#prompt")).to_have_value(PROMPT)
@@ -374,12 +363,14 @@ def test_a_file_that_is_no_picture(page, tmp_path):
     (tmp_path / "words.png").write_text("words")
     page.set_input_files("#image", tmp_path / "words.png")
     draw(page, num_steps=2)
-    expect(page.locator("#image-error")).to_have_text("image: this is not a picture.")
+    expect(page.locator("#image-error")).to_have_text(
+        "image: this is not a PNG, JPEG, WebP or AVIF picture."
+    )
 
 
 def test_editing(page, tmp_path):
     """A checkpoint that follows instructions: a picture is needed, and how much of it stays."""
-    page.route("**/about", altered_about(image="edit"))
+    page.route("**/about", edits)
     page.reload()
     expect(page.locator("#prompt-label")).to_have_text("Instruction")
     expect(page.locator("#strength")).to_be_hidden()
@@ -397,15 +388,37 @@ def test_editing(page, tmp_path):
     page.screenshot(path=artifacts(tmp_path) / "edit.png")
 
 
-def altered_about(**values):
+def edits(route):
+    """Answer as a server does whose checkpoint edits."""
+    about = route.fetch().json()
+    fields = {field["name"]: field for field in about["fields"]}
+    fields["image"]["required"] = True
+    strength = fields.pop("strength")
+    fields["image_guidance_scale"] = {
+        **strength,
+        "name": "image_guidance_scale",
+        "label": "Picture guidance",
+        "help": "how much of the picture an edit keeps",
+        "slider": [1, 4, 0.1],
+        "default": 1.5,
+        "above": None,
+        "least": -100,
+        "most": 100,
+    }
+    route.fulfill(json={**about, "use_of_picture": "edit", "fields": list(fields.values())})
+
+
+def altered_about(without=(), **values):
     def handle(route):
-        route.fulfill(json={**route.fetch().json(), **values})
+        about = route.fetch().json()
+        fields = [field for field in about["fields"] if field["name"] not in without]
+        route.fulfill(json={**about, "fields": fields, **values})
 
     return handle
 
 
 def test_a_checkpoint_without_guidance(page):
-    page.route("**/about", altered_about(guidance=False, examples=[]))
+    page.route("**/about", altered_about(("guidance_scale", "negative_prompt"), examples=[]))
     page.reload()
     expect(page.locator("#guidance_scale")).to_be_hidden()
     expect(page.locator("#negative_prompt")).to_be_hidden()
@@ -429,6 +442,35 @@ def test_a_refusal_stands_at_the_field_that_it_names(page):
     draw(page)
     expect(page.locator("#num_steps-error")).to_have_text("num_steps is at most 3. Received: 20")
     expect(page.locator("#num_steps")).to_be_focused()
+
+
+def test_a_server_with_a_key(page):
+    """The page asks once for each tab; its calls have the key, the curl command a variable."""
+
+    def guarded(route):
+        if route.request.headers.get("authorization") == "Bearer the-right-one":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json={"error": "Send the server's key."})
+
+    for place in ("**/about", "**/generate", "**/openapi.json"):
+        page.route(place, guarded)
+    page.reload()
+    expect(page.locator("#key-error")).to_have_text("")
+    page.fill("#key", "a wrong one")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-error")).to_have_text("The server does not know this key.")
+    expect(page.locator("#key")).to_be_focused()
+    page.fill("#key", " the-right-one ")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-form")).to_be_hidden()
+    page.reload()
+    draw(page, num_steps=2)
+    drawn(page)
+    assert '-H "authorization: Bearer $SD_TF_TOKEN"' in copied_command(page)
+    page.click("footer a")
+    expect(page.get_by_text("POST /generate")).to_be_visible()
+    expect(page.locator("pre").first).to_contain_text("Bearer $SD_TF_TOKEN")
 
 
 def test_a_busy_server(page, tmp_path):
@@ -684,3 +726,55 @@ def test_reduced_motion(browser, url):
             "element => getComputedStyle(element).animationName"
         )
         assert animation == "none"
+
+
+def test_a_field_that_the_page_has_never_heard_of(page, tmp_path):
+    """What the server describes is asked for, checked, sent and told."""
+    field = {
+        "name": "sharpness",
+        "kind": "number",
+        "label": "Sharpness",
+        "help": "how sharp it is",
+        "least": 0,
+        "above": None,
+        "most": 2,
+        "slider": [0, 2, 0.1],
+        "default": 1,
+        "required": False,
+        "goes_with": None,
+    }
+
+    def handle(route):
+        about = route.fetch().json()
+        route.fulfill(json={**about, "fields": [*about["fields"], field]})
+
+    page.route("**/about", handle)
+    page.reload()
+    expect(page.get_by_label("Sharpness")).to_have_value("1")
+    draw(page, sharpness=3)
+    expect(page.locator("#sharpness-error")).to_have_text("A number from 0 to 2, such as 1.")
+    parameters = {"prompt": "a", "sharpness": 0.5, "seed": 1}
+    image = {"index": 0, "seed": 1, "png": PIXEL, "parameters": parameters}
+    stream(page, ACCEPTED, ("image", image), ("done", {"seconds": 1.0}))
+    with page.expect_request("**/generate") as request:
+        draw(page, sharpness=0.5)
+    assert request.value.post_data_json["sharpness"] == 0.5
+    expect(page.locator("#cards .parameters")).to_have_text(re.compile("seed.1 · sharpness 0.5"))
+    page.locator("#cards .open").click()
+    expect(page.locator("#viewer-facts")).to_contain_text("Sharpness")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_page_about_the_api(browser, url, size, tmp_path):
+    """Every parameter with its default, from the server alone."""
+    with opened(browser, f"{url}docs", viewport=size) as (page, seen):
+        expect(page.get_by_text("POST /generate")).to_be_visible()
+        row = page.get_by_role("row").filter(has_text="num_steps")
+        expect(row).to_contain_text("integer")
+        expect(row).to_contain_text("20")
+        for name in ("prompt", "strength", "seed", "count"):
+            expect(page.get_by_role("rowheader", name=name, exact=True)).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        page.screenshot(path=artifacts(tmp_path) / f"docs-{size['width']}.png", full_page=True)
+        assert not [request for request in seen.requests if not request.startswith(url)]
+        assert not seen.errors

@@ -20,9 +20,9 @@ from tensorflow_serving.apis import (
     prediction_service_pb2_grpc,
 )
 
-from sd_tf.manifest import ExportError
-from sd_tf.serving.predict import ModelServer
-from sd_tf.serving.rest import rest
+from sd_tf.runtime.manifest import ExportError
+from sd_tf.serving.tf_serving.predict import load
+from sd_tf.serving.tf_serving.rest import rest
 from tests.exports import check_equal
 from tests.serving_server import UNLIMITED, grpc_server, http_server, served_models
 
@@ -345,8 +345,10 @@ def test_requests_without_a_model(stub):
 
 
 def test_unknown_components(export):
-    with pytest.raises(ExportError, match=r"holds no vae. It holds text_encoder, diffusion_model"):
-        ModelServer(export, components=["vae"])
+    with pytest.raises(
+        ExportError, match=r"must be among those of .*text_encoder, diffusion_model.*Received: vae"
+    ):
+        load(export, ["vae"])
 
 
 # REST

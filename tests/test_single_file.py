@@ -9,6 +9,7 @@ import torch
 from diffusers.loaders import single_file_utils
 from safetensors.numpy import save_file
 
+from sd_tf.config import family_of
 from sd_tf.weights import CheckpointError, open_checkpoint
 from tests import peers
 
@@ -137,14 +138,14 @@ def prefixed(prefix, state):
 def original_state(pipeline, family):
     state = prefixed("model.diffusion_model.", unet_to_original(numpy_state(pipeline.unet)))
     state |= prefixed("first_stage_model.", vae_to_original(numpy_state(pipeline.vae)))
-    if family in ("sdxl-base", "sdxl-instruct-pix2pix"):
+    if pipeline.text_encoder is None:  # the refiner
+        second = clip_to_openclip(numpy_state(pipeline.text_encoder_2))
+        state |= prefixed("conditioner.embedders.0.model.", second)
+    elif hasattr(pipeline, "text_encoder_2"):
         first, second = map(numpy_state, (pipeline.text_encoder, pipeline.text_encoder_2))
         state |= prefixed("conditioner.embedders.0.transformer.", clip_to_original(first))
         state |= prefixed("conditioner.embedders.1.model.", clip_to_openclip(second))
         state["denoiser.sigmas"] = np.ones(1000, "float32")
-    elif family == "sdxl-refiner":
-        second = clip_to_openclip(numpy_state(pipeline.text_encoder_2))
-        state |= prefixed("conditioner.embedders.0.model.", second)
     elif family.startswith("sd2"):
         text = clip_to_openclip(numpy_state(pipeline.text_encoder), idle_layer=True)
         state |= prefixed("cond_stage_model.model.", text)
@@ -196,7 +197,7 @@ def test_equals_the_folder(single_files, family):
     told = family if family.startswith("sd2") else None
     single, reference = open_checkpoint(path, family=told), open_checkpoint(folder)
     assert single.format == "single file"
-    assert single.config.family == family
+    assert family_of(single.config) == family
     for name, config in reference.config.components.items():
         ours = single.config.components[name]
         for field in ("channels", "num_heads", "down_depths", "up_depths", "mid_depth", "added"):
@@ -211,7 +212,7 @@ def test_equal_outputs(single_files):
     path, folder = single_files("sd2-v")
     single, reference = open_checkpoint(path, family="sd2-v"), open_checkpoint(folder)
     assert single.config.schedule.prediction == "v_prediction"
-    assert single.config.unet.upcast_attention
+    assert single.config.denoiser.upcast_attention
     assert open_checkpoint(path, family="sd2-base").config.schedule.prediction == "epsilon"
     tokens = single.tokenizer()("a lighthouse!")
     np.testing.assert_array_equal(tokens, reference.tokenizer()("a lighthouse!"))
@@ -233,9 +234,11 @@ def test_averaged_weights(single_files):
 
 def test_sd2_asks_for_the_prediction(single_files):
     path, _ = single_files("sd2-base")
-    with pytest.raises(CheckpointError, match=r"family='sd2-base' or family='sd2-v'"):
+    with pytest.raises(CheckpointError, match=r"set `family` to sd2-base or sd2-v\."):
         open_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"is sd2-base or sd2-v by its tensors.*'sd1'"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to the family sd2-base or sd2-v\. Received: `family` 'sd1'"
+    ):
         open_checkpoint(path, family="sd1")
 
 
@@ -259,7 +262,9 @@ def test_errors(single_files, tmp_path):
     path = tmp_path / "broken.safetensors"
 
     rewritten(source, path, lambda s: s.update(ztsnr=np.zeros(0, "float32")))
-    with pytest.raises(CheckpointError, match=r"1 tensors that belong to no component.*ztsnr"):
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors that belong to no known component.*ztsnr"
+    ):
         open_checkpoint(path)
 
     rewritten(source, path, lambda s: s.pop("model.diffusion_model.out.2.bias"))
@@ -272,7 +277,9 @@ def test_errors(single_files, tmp_path):
         open_checkpoint(path).build("unet")
 
     save_file({"lora_up.weight": np.zeros(3, "float32")}, path)
-    with pytest.raises(CheckpointError, match=r"not a whole Stable Diffusion.*begin with lora_up"):
+    with pytest.raises(
+        CheckpointError, match=r"not a complete Stable Diffusion.*begin with lora_up"
+    ):
         open_checkpoint(path)
 
     def drop_text(state):
@@ -280,5 +287,5 @@ def test_errors(single_files, tmp_path):
             del state[name]
 
     rewritten(source, path, drop_text)
-    with pytest.raises(CheckpointError, match=r"a UNet but no text encoder under a known name"):
+    with pytest.raises(CheckpointError, match=r"a UNet, but no text encoder under a known prefix"):
         open_checkpoint(path)

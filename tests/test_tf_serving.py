@@ -4,6 +4,7 @@ The server is not to be had as a package. Its protos are, and its way of loading
 of TensorFlow's sessions, which the tests use.
 """
 
+import dataclasses
 import http.server
 import json
 import re
@@ -21,13 +22,13 @@ from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 from tensorflow_serving.config import model_server_config_pb2
 
-from sd_tf.manifest import Manifest
-from sd_tf.serving.__main__ import main
+from sd_tf.cli.main import main
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, warmup
 from sd_tf.serving.tf_serving.check import check
 from sd_tf.serving.tf_serving.deployment import Deployment
-from sd_tf.serving.tf_serving.folder import Settings, tag_problem
-from tests.exports import micro_export
+from sd_tf.serving.tf_serving.folder import Settings, age_problem, tag_problem
+from tests.exports import micro_export, micro_folder
 
 COMPONENTS = ["decoder", "diffusion_model", "image_encoder", "text_encoder"]
 BATCH = 2
@@ -35,8 +36,14 @@ WARM_UP = "assets.extra/tf_serving_warmup_requests"
 
 
 @pytest.fixture(scope="module")
-def exported():
-    return micro_export()
+def exported(tmp_path_factory):
+    """An export that says of its graphs that they fit any device, a GPU among them."""
+    folder = shutil.copytree(micro_export(), tmp_path_factory.mktemp("export") / "exported")
+    manifest = Manifest.read(folder)
+    for name, part in manifest.components.items():
+        manifest.components[name] = dataclasses.replace(part, rewrites=())
+    manifest.write(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,7 @@ def decoder(exported, tmp_path_factory):
 
 
 def command(*arguments) -> int:
-    return main(["tf_serving", *map(str, arguments)])
+    return main(["serve", "tf_serving", *map(str, arguments)])
 
 
 def write(export_dir, out, *arguments):
@@ -228,7 +235,7 @@ def test_time_ids_of_sdxl(exported):
 
 
 def test_without_xla(decoder, tmp_path):
-    out = write(decoder, tmp_path / "out", "--no_xla", "--device", "cpu")
+    out = write(decoder, tmp_path / "out", "--nojit_compile", "--device", "cpu")
     names = [request.model_spec.signature_name for request in requests(out, "decoder")]
     assert names == ["plain_png", "plain_serving_default"]
     for _, flags, environment in containers(out):
@@ -256,14 +263,14 @@ def test_flags(folder):
             "--batching_parameters_file=/serving/batching.config",
         } <= set(flags)
         assert environment["TF_XLA_FLAGS"] == (
-            "--tf_xla_persistent_cache_directory=/var/cache/xla/2.20.0-gpu"
+            "--tf_xla_persistent_cache_directory=/var/tmp/2.20.0-gpu"
         )
 
 
 def test_compose(folder, decoder, tmp_path):
     content = yaml.safe_load((folder / "compose.yaml").read_text())
     service = content["services"]["tf_serving"]
-    assert service["ports"] == ["8500:8500", "8501:8501"]
+    assert service["ports"] == ["127.0.0.1:8500:8500", "127.0.0.1:8501:8501"]
     assert {"./models:/models:ro", ".:/serving:ro"} <= set(service["volumes"])
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
@@ -274,6 +281,89 @@ def test_compose(folder, decoder, tmp_path):
         assert "--xla_cpu_compilation_enabled=true" in flags
     text = (tmp_path / "cpu" / "compose.yaml").read_text()
     assert "nvidia" not in text + (tmp_path / "cpu" / "kubernetes.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "published"),
+    [("0.0.0.0", "0.0.0.0:8500:8500"), ("::1", "[::1]:8500:8500")],
+)
+def test_the_ports_are_published_where_asked(decoder, tmp_path, host, published):
+    out = write(decoder, tmp_path / "out", "--host", host)
+    assert command("--out", out, "--version", 1) == 0  # as the folder was written
+    service = yaml.safe_load((out / "compose.yaml").read_text())["services"]["tf_serving"]
+    assert service["ports"][0] == published
+    assert f"publishes the ports on {host};" in (out / "README.md").read_text()
+
+
+def test_the_server_has_no_rights(folder):
+    """Neither root, nor capabilities, nor a disk to write to, but for its caches."""
+    service = yaml.safe_load((folder / "compose.yaml").read_text())["services"]["tf_serving"]
+    assert service["user"] == "65532:65532" and service["cap_drop"] == ["ALL"]
+    assert service["read_only"] and service["security_opt"] == ["no-new-privileges:true"]
+    memory = service["deploy"]["resources"]["reservations"]["memory"]
+    (_, environment), *_ = [(flags, environment) for _, flags, environment in containers(folder)]
+    cache = environment["TF_XLA_FLAGS"].partition("=")[2]
+    writable = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+    assert [cache.startswith(volume.partition(":")[2] + "/") for volume in writable] == [True]
+    assert service["tmpfs"] == ["/tmp"]
+
+    _, deployment, _ = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert container["resources"]["requests"]["memory"] == f"{memory}i"
+    written = {m["mountPath"]: m["name"] for m in container["volumeMounts"] if "readOnly" not in m}
+    assert written == {"/tmp": "tmp", "/var/tmp": "xla-cache"}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert all(volumes[name]["emptyDir"] == {} for name in written.values())
+
+
+def test_any_user_can_read_the_folder(decoder, tmp_path):
+    out = write(decoder, tmp_path / "out")
+    for path in [out, *out.rglob("*")]:
+        needed = 0o005 if path.is_dir() else 0o004
+        assert path.stat().st_mode & needed == needed, path
+
+
+def test_an_image_older_than_the_exporter(decoder, tmp_path, capsys):
+    path = decoder / "pipeline.json"
+    content = json.loads(path.read_text())
+    exports = []
+    for version in ("2.20.3", "2.31.0"):
+        exports.append(shutil.copytree(decoder, tmp_path / version))
+        content["versions"]["tensorflow"] = version
+        (exports[-1] / "pipeline.json").write_text(json.dumps(content))
+    out = write(exports[0], tmp_path / "out")
+    assert capsys.readouterr().err == ""
+    problem = "The server's TensorFlow 2.20.0 is older than 2.31.0, which exported the models"
+    write(exports[1], out, "--version", 2, "--canary_version", 2)  # a canary is served, too
+    error = capsys.readouterr().err
+    assert error.startswith(f"sd-tf serve tf_serving: {problem}")
+    assert "Give --image_tag 2.31.0 if there is such an image" in error
+    assert f"**{problem}" in (out / "README.md").read_text()
+    assert command("--out", out, "--version", 1) == 0
+    assert capsys.readouterr().err == "" and problem not in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("tag", "exporters", "older"),
+    [
+        ("2.20.0", ["2.20.1"], False),
+        ("2.20.0", ["2.19.0", "2.21.0"], True),
+        ("2.9", ["2.10.0"], True),
+        ("2.21.0", ["2.9.1", "2.21.0-dev20260101"], False),
+        ("3.0", ["2.21.0"], False),
+    ],
+)
+def test_which_image_is_older(tag, exporters, older):
+    assert (age_problem(tag, exporters) is not None) == older
 
 
 @pytest.mark.parametrize("state", ["AVAILABLE", "LOADING"])
@@ -365,13 +455,23 @@ def test_versions_and_labels(decoder, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{out}: stable: 3;")
     assert check(out) == []
 
+    assert command("--out", out, "--version", 1, "--keep_old") == 0
+    assert labels_of(out) == {"stable": 1, "previous": 3}
+    assert capsys.readouterr().out.startswith(f"{out}: stable: 1, previous: 3;")
+    assert "Version 3 is served on." in (out / "README.md").read_text()
+    assert check(out) == []
+    assert command("--out", out, "--version", 3, "--keep_old") == 0
+    assert labels_of(out) == {"stable": 3, "previous": 1}
+    assert command("--out", out, "--version", 3, "--keep_old") == 0  # nothing is new
+    assert labels_of(out) == {"stable": 3}
+
     before = (out / "models.config").read_text()
     for arguments, message in (
         (["--export_dir", decoder, "--version", 3], "has a version 3, and a server that knows it"),
         (["--version", 9], "has no version 9. It has 1, 2, 3."),
         (["--version", 3, "--canary_version", 7], "has no version 7. It has 1, 2, 3."),
         (["--version", 3, "--canary_version", 3], "Version 3 is the stable one."),
-        (["--export_dir", decoder, "--version", 4, "--no_xla"], "written with xla True."),
+        (["--export_dir", decoder, "--version", 4, "--nojit_compile"], "written with xla True."),
         (["--export_dir", decoder, "--version", 4, "--name_prefix", "x"], "with name_prefix"),
     ):
         assert command("--out", out, *arguments) == 1
@@ -554,7 +654,7 @@ PER_MODEL = "--enable_per_model_batching_parameters=true"
         (
             replacing("kubernetes.yaml", "2.20.0-gpu", "2.17.1-gpu"),
             "kubernetes.yaml",
-            r"2.17.1-gpu: on a GPU the image is 2.18 or later.*GPU compiler",
+            r"2.17.1-gpu: on a GPU the image must be 2.18 or later.*GPU compiler",
         ),
         (
             replacing("compose.yaml", "2.20.0-gpu", "latest-gpu"),
@@ -649,17 +749,24 @@ def test_large_saved_model(small, monkeypatch):
         ),
         (
             ["--out", "{out}", "--export_dir", "{export}", "--image_tag", "2.14.1"],
-            "--image_tag=2.14.1: on a GPU the image is 2.18 or later.",
+            "--image_tag 2.14.1: on a GPU the image must be 2.18 or later.",
         ),
         (
             ["--out", "{out}", "--export_dir", "{export}", "--image_tag", "latest"],
-            "--image_tag=latest: a tag is a version number such as 2.20.0",
+            "--image_tag latest: a tag must be a version number such as 2.20.0",
+        ),
+        (
+            ["--out", "{out}", "--export_dir", "{export}", "--host", "localhost"],
+            "--host must be an IP address: 127.0.0.1 for this machine alone, 0.0.0.0 for all",
         ),
         (
             ["--out", "{out}", "--export_dir", "{export}", "--name_prefix", "My-"],
-            "A name prefix has small letters, digits and _",
+            "must begin with a small letter and have only small letters, digits and _",
         ),
-        (["--check", "{full}", "--out", "{out}", "--no_xla"], "Received also: --out, --no_xla"),
+        (
+            ["--check", "{full}", "--out", "{out}", "--nojit_compile"],
+            "Received also: --out, --jit_compile",
+        ),
         (["--check", "{out}"], "is not a folder."),
         (["--replay", "--out", "{out}"], "--replay goes with --check."),
     ],
@@ -670,28 +777,46 @@ def test_refusals(decoder, tmp_path, capsys, arguments, message):
     (places["full"] / "notes").write_text("mine")
     assert command(*[argument.format(**places) for argument in arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("sd_tf.serving: ") and message in error
+    assert error.startswith("sd-tf serve tf_serving: ") and message in error
     assert sorted(tmp_path.iterdir()) == [places["full"]]
     assert (places["full"] / "notes").read_text() == "mine"
+
+
+def test_an_export_for_another_device_is_refused(tmp_path, capsys):
+    """Graphs with the CPU's rewrites, for a server on a GPU; the command that mends it is given."""
+    flags = ["--export_dir", micro_export(), "--out", tmp_path / "out"]
+    assert command(*flags, "--device", "gpu") == 1
+    error = capsys.readouterr().err
+    assert "diffusion_model, decoder, image_encoder were exported for a cpu (with " in error
+    assert (
+        f"sd-tf export --checkpoint {micro_folder().name} --target gpu --batch_size 2 "
+        f"--height 16 --width 16 --precision float32 --max_steps 2 --out FOLDER"
+    ) in error
+    assert not (tmp_path / "out").exists()
+    write(micro_export(), tmp_path / "plain", "--device", "gpu", "--nojit_compile")
 
 
 def test_without_the_protos(tmp_path):
     code = (
         "import sys; sys.modules['tensorflow_serving'] = None; "
-        "from sd_tf.serving.__main__ import main; "
-        f"sys.exit(main(['tf_serving', '--check', {str(tmp_path)!r}]))"
+        "from sd_tf.cli.main import main; "
+        f"sys.exit(main(['serve', 'tf_serving', '--check', {str(tmp_path)!r}]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr.startswith("sd_tf.serving: The server's protos are missing: pip install")
+    assert result.stderr.startswith(
+        "sd-tf serve tf_serving: The server's protos are missing: pip install"
+    )
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["tf_serving", "--device", "tpu"]])
+@pytest.mark.parametrize(
+    "arguments", [["serve"], ["nothing"], ["serve", "tf_serving", "--device", "tpu"]]
+)
 def test_wrong_flags(arguments, capsys):
     with pytest.raises(SystemExit) as error:
         main(arguments)
     assert error.value.code == 2
-    assert "usage: python -m sd_tf.serving" in capsys.readouterr().err
+    assert "usage: sd-tf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from transformers import CLIPTokenizer
 
 from sd_tf.config import END_TOKEN, START_TOKEN
-from sd_tf.tokenizer import ClipTokenizer, TokenizerError
+from sd_tf.tokenizer.clip import ClipTokenizer, TokenizerError
 
 FIXED_TEXTS = [
     "",
@@ -161,10 +161,10 @@ def test_errors(tmp_path):
         ClipTokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<late>": 49500}))
-    with pytest.raises(TokenizerError, match=r"'<late>'.* wants id 49500.*leave it 49408"):
+    with pytest.raises(TokenizerError, match=r"'<late>'.* must have id 49500.*is 49408"):
         ClipTokenizer.from_folder(tmp_path)
     (tmp_path / "vocab.json").write_text("[]")
     with pytest.raises(TokenizerError, match=r"must hold a JSON object. Received: list"):
         ClipTokenizer.from_folder(tmp_path)
-    with pytest.raises(TypeError, match=r"A prompt is a str\. Received: 3"):
+    with pytest.raises(TypeError, match=r"A prompt must be a str\. Received: 3"):
         ClipTokenizer.clip().encode(3)

@@ -1,6 +1,8 @@
 """The trainer: its arithmetic against PyTorch and diffusers, its runs against themselves."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,18 +15,21 @@ import numpy as np
 import pytest
 import torch
 from diffusers.training_utils import compute_snr
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from sd_tf.config import END_TOKEN, FAMILIES
-from sd_tf.sampling.tables import abar
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.sampling.schedules import abar
 from sd_tf.training.ema import Average
-from sd_tf.training.initial import initialize
+from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising, Reading
+from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, Settings, TrainingError
 from sd_tf.training.step import compiled_step
-from sd_tf.training.trainer import STATE_FILE, Run, optimizer_for
+from sd_tf.training.trainer import Run, optimizer_for, states
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
+from tests.exports import micro_export, micro_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,7 +126,7 @@ def test_initial_blocks_are_identities():
     """A new UNet predicts zeros; every parameter but the closed ones is different from zero."""
     unet = micro.build("unet")
     batch = micro.latent_batch(micro.CONFIG, size=2)
-    context = np.ones((2, 77, micro.CONFIG.unet.context_dim), "float32")
+    context = np.ones((2, 77, micro.CONFIG.denoiser.context_dim), "float32")
     assert np.all(np.asarray(unet(batch["latents"], batch["timesteps"], context)) == 0)
     encoder = micro.build("text_encoder")
     initialize(encoder, "text_encoder", 0, token_ids=[5, 7])
@@ -188,13 +193,13 @@ def test_norms_biases_and_embeddings_do_not_decay():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, r"steps is at least 1\. Received: 0"),
-        ({"batch_size": 6, "accumulate": 4}, r"accumulate divides batch_size\. Received: 6 / 4"),
-        ({"learning_rate": 0.0}, r"The learning rate is above 0\. Received: 0\.0"),
-        ({"warm_up": 12}, r"warm_up is below the number of steps, 12\. Received: 12"),
+        ({"steps": 0}, r"`steps` must be at least 1\. Received: 0"),
+        ({"batch_size": 6, "accumulate": 4}, r"`accumulate` must divide .*Received: 6 / 4"),
+        ({"learning_rate": 0.0}, r"`learning_rate` must be above 0\. Received: 0\.0"),
+        ({"warm_up": 12}, r"`warm_up` must be below the number of steps, 12\. Received: 12"),
         ({"precision": "int8"}, r"one of float32, mixed_bfloat16\. Received: int8"),
         ({"averaging": Averaging(1.0)}, r"from 0 to below 1\. Received: 1\.0"),
-        ({"averaging": Averaging(0.0, 0.0)}, r"half-life is above 0 steps\. Received: 0\.0"),
+        ({"averaging": Averaging(0.0, 0.0)}, r"half-life must be above 0 steps\. Received: 0\.0"),
     ],
 )
 def test_settings_that_cannot_be_meant(change, message):
@@ -205,6 +210,13 @@ def test_settings_that_cannot_be_meant(change, message):
 # Runs
 
 
+def check_same_state(*folders):
+    one, other = (load_file(states(folder)[-1]) for folder in folders)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(value, other[name], err_msg=name)
+
+
 def test_killed_run_equals_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -213,26 +225,112 @@ def test_killed_run_equals_one_that_was_not(tmp_path):
 
     process = subprocess.Popen([*command, str(killed), "0.3"], env=environment)
     deadline = time.monotonic() + 300
-    while not (killed / STATE_FILE).exists() and time.monotonic() < deadline:
+    while not states(killed) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (killed / STATE_FILE).exists()
+    assert states(killed)
     result = subprocess.run(
         [*command, str(killed)], check=True, env=environment, capture_output=True, text=True
     )
     assert "resumed at step" in result.stdout
-    one, other = (load_file(folder / STATE_FILE) for folder in (whole, killed))
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        np.testing.assert_array_equal(value, other[name], err_msg=name)
+    check_same_state(whole, killed)
 
 
-def test_state_of_other_settings_is_refused(tmp_path):
-    Run(micro.Toy(), micro.toy_batch, micro.SETTINGS, tmp_path).train()
-    settings = replace(micro.SETTINGS, learning_rate=0.5)
-    with pytest.raises(TrainingError, match=r"belongs to a run with other settings\. Choose an"):
-        Run(micro.Toy(), micro.toy_batch, settings, tmp_path).train()
+def toy_run(folder, batches=micro.toy_batch, depends_on=None, **settings):
+    settings = replace(micro.SETTINGS, **settings)
+    return Run(
+        *(micro.Toy(), batches, settings, folder, lambda text: None), depends_on=depends_on or {}
+    )
+
+
+def test_a_run_of_something_else_is_not_continued(tmp_path):
+    """What differs is named, with its old and its new value."""
+    begun = {"data": {"rows": 8, "names": "a1"}, "checkpoint": {"weights": {"unet": ["b2"]}}}
+    toy_run(tmp_path, depends_on=begun).train()
+    (state,) = states(tmp_path)[-1:]
+    for settings, depends_on, difference in (
+        ({"learning_rate": 0.5}, begun, "`learning_rate` was 0.01, is 0.5"),
+        ({"averaging": Averaging(None)}, begun, "`averaging.start` was 0.0, is null; "),
+        ({"seed": 1}, {**begun, "hosts": 2}, "`seed` was 0, is 1; `hosts` was null, is 2"),
+        (
+            {},
+            {"data": {"rows": 9, "names": "a1"}, "checkpoint": {"weights": {"unet": ["c3"]}}},
+            '`data.rows` was 8, is 9; `checkpoint.weights.unet` was ["b2"], is ["c3"]',
+        ),
+    ):
+        message = f"{state} was made from something else: {difference}"
+        with pytest.raises(TrainingError, match=re.escape(message)):
+            toy_run(tmp_path, depends_on=depends_on, **settings).train()
+    save_file({"00000": np.zeros(1)}, tmp_path / "state.safetensors", {"step": "4"})
+    with pytest.raises(TrainingError, match=r"state.safetensors does not say what it depends on"):
+        toy_run(tmp_path, depends_on=begun).train()
+
+
+class StopError(Exception):
+    pass
+
+
+def stopped_at(stop):
+    def batches(step):
+        if step == stop:
+            raise StopError
+        return micro.toy_batch(step)
+
+    return batches
+
+
+def test_what_changes_no_update_may_change_on_the_way(tmp_path):
+    toy_run(tmp_path / "whole").train()
+    with pytest.raises(StopError):
+        toy_run(tmp_path / "parts", stopped_at(10)).train()
+    changed = {"log_every": 1, "save_every": 3, "sample_every": 2, "gradient_checkpointing": True}
+    run = toy_run(tmp_path / "parts", **changed)
+    assert run.resume() == 8
+    run.train()
+    check_same_state(tmp_path / "whole", tmp_path / "parts")
+    assert toy_run(tmp_path / "parts", accumulate=2).resume() == 12
+
+
+def test_the_last_two_states_are_kept(tmp_path):
+    """Either continues the run, and a damaged one is named."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    toy_run(whole, save_every=3).train()
+    names = ["state-00000009.safetensors", "state-00000012.safetensors"]
+    assert [path.name for path in states(whole)] == names
+    shutil.copytree(whole, other)
+    content = states(other)[-1].read_bytes()
+    states(other)[-1].write_bytes(content[:-100])
+    with pytest.raises(TrainingError, match=rf"{names[1]} is damaged: .*Delete it, to continue"):
+        toy_run(other).train()
+    states(other)[-1].unlink()
+    run = toy_run(other)
+    assert run.resume() == 9
+    run.train()
+    check_same_state(whole, other)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    """However seldom the loss is looked at, the last good state stays the last."""
+
+    def batches(step):
+        return {"x": micro.toy_batch(step)["x"] * np.float32(np.nan if step == 5 else 1)}
+
+    seldom = {"log_every": 100, "averaging": Averaging(None)}
+    with pytest.raises(TrainingError) as caught:
+        toy_run(tmp_path, batches, **seldom).train()
+    (state,) = states(tmp_path)
+    assert state.name == "state-00000004.safetensors"
+    assert re.search(
+        rf"state at step 8 is not saved: .+ not finite\. Lower `learning_rate`\. The last good one "
+        rf"is {re.escape(str(state))}\.",
+        str(caught.value),
+    )
+    run = toy_run(tmp_path, **seldom)
+    assert run.resume() == 4
+    run.train()
+    toy_run(tmp_path / "whole", **seldom).train()
+    check_same_state(tmp_path / "whole", tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
@@ -240,7 +338,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         return {"x": micro.toy_batch(step)["x"] * np.float32(np.nan)}
 
     run = Run(micro.Toy(), batches, micro.SETTINGS, tmp_path, report=lambda text: None)
-    with pytest.raises(TrainingError, match=r"The loss is nan at step 4\. Lower the learning rate"):
+    with pytest.raises(TrainingError, match=r"The loss is nan at step 4\. Lower `learning_rate`"):
         run.train()
 
 
@@ -271,6 +369,18 @@ def test_several_devices_train_as_one(tmp_path):
         command = [sys.executable, "-m", "tests.micro", str(folder)]
         result = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE)
         assert f"{count} devices" in result.stdout.decode()
-        results.append(load_file(folder / STATE_FILE))
+        results.append(load_file(states(folder)[-1]))
     for name, value in results[0].items():
         np.testing.assert_allclose(results[1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_samples_are_the_pictures_of_an_export():
+    """The models in training are drawn with by the same components as an export's."""
+    checkpoint = open_checkpoint(micro_folder())
+    models = {name: checkpoint.build(name) for name in checkpoint.config.components}
+    painter = Painter(checkpoint.config, models, checkpoint.tokenizer())
+    prompts = ["a cat", "a dog"]
+    drawn = painter.draw(prompts, num_steps=2, guidance_scale=4.0)
+    pipe = Pipeline.load(micro_export(), jit_compile=False)
+    expected = pipe(prompts, num_steps=2, guidance_scale=4.0, seed=0).images
+    assert np.abs(drawn.astype(int) - expected).max() <= 1

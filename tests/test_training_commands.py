@@ -1,4 +1,4 @@
-"""The commands of `python -m sd_tf.training`, small and whole."""
+"""The commands of `sd-tf train`, small and whole."""
 
 import json
 from dataclasses import replace
@@ -9,14 +9,22 @@ import pytest
 from PIL import Image
 
 from sd_tf.checkpoints import make_random
+from sd_tf.cli.main import main
 from sd_tf.training import evaluate, tiny, world
-from sd_tf.training.__main__ import main
-from sd_tf.training.evaluate import GROUPS, Options
-from sd_tf.training.settings import TrainingError
-from sd_tf.weights import open_checkpoint
+from sd_tf.training.batches import LatentBatches
+from sd_tf.training.data import World
+from sd_tf.training.evaluate import GROUPS, EvaluationOptions
+from sd_tf.training.hosts import Host
+from sd_tf.training.latents import CACHE, FILE, cached_latents
+from sd_tf.training.losses import Denoising, freeze
+from sd_tf.training.settings import Averaging, Settings, TrainingError
+from sd_tf.training.trainer import Run
+from sd_tf.weights import layout, open_checkpoint
 from tests import micro
+from tests.commands import on_two_hosts
+from tests.exports import micro_folder
 
-OPTIONS = Options(prompts=20)
+OPTIONS = EvaluationOptions(prompts=20)
 
 
 class Artist:
@@ -74,10 +82,12 @@ def test_evaluation_of_true_scenes_and_of_nothing(tmp_path):
 
 def test_evaluation_refuses(tmp_path):
     artist = Artist(lambda *_: blank())
-    with pytest.raises(TrainingError, match=r"At least one prompt is needed\. Received: 0"):
-        evaluate.evaluate(artist, Options(prompts=0), tmp_path)
+    with pytest.raises(TrainingError, match=r"`prompts` must be at least 1\. Received: 0"):
+        evaluate.evaluate(artist, EvaluationOptions(prompts=0), tmp_path)
     artist.manifest.width = 128
-    with pytest.raises(TrainingError, match=r"reads square pictures\. The export's are 128×64"):
+    with pytest.raises(
+        TrainingError, match=r"reads square pictures only\. The export's are 128×64"
+    ):
         evaluate.evaluate(artist, OPTIONS, tmp_path)
 
 
@@ -103,8 +113,10 @@ def test_tiny_recipe_end_to_end(tmp_path):
     assert any(line.startswith("step 4/4: loss") and "min left" in line for line in said)
     checkpoint = open_checkpoint(folder)
     assert {t.dtype for t in checkpoint.tensors("unet").values()} == {"float16"}
-    latents = np.load(tmp_path / "run" / "autoencoder" / "latents.npy").astype("float32")
-    assert latents.std() * checkpoint.config.vae.scaling_factor == pytest.approx(1.0, abs=1e-2)
+    latents = np.load(tmp_path / "run" / "autoencoder" / CACHE / FILE).astype("float32")
+    assert latents.std() * checkpoint.config.autoencoder.scaling_factor == pytest.approx(
+        1.0, abs=1e-2
+    )
 
     again = []
     tiny.train(recipe, tmp_path / "run", again.append)
@@ -127,7 +139,7 @@ def captioned(tmp_path):
 
 def tune(folder, data, *more):
     return main(
-        f"text_to_image --checkpoint {folder} --data {data} --out {data}-run --steps 4 "
+        f"train text_to_image --checkpoint {folder} --data {data} --out {data}-run --steps 4 "
         f"--batch_size 2 --warm_up 1 --log_every 2 --sample_every 4 --size 16".split()
         + list(more)
     )
@@ -155,6 +167,59 @@ def test_text_to_image(tmp_path, captioned, capsys):
     assert same("vae", "decoder.conv_in.weight")
     assert same("text_encoder", "text_model.final_layer_norm.weight")  # not trained by default
     assert not same("unet", "conv_in.weight")
+
+    def refused(data, *more, checkpoint=folder):
+        """The run is not continued with anything else."""
+        assert tune(checkpoint, data, *more, "--out", str(run), "--on_error", "skip") == 1
+        return capsys.readouterr().err
+
+    error = refused(captioned, "--caption_dropout", "0.2", "--nomin_snr")
+    assert "--caption_dropout was 0.1, is 0.2; --min_snr was 5.0, is null. Give what " in error
+    captioned = captioned.rename(tmp_path / "moved")  # the same data at another place
+    few = ("--out", str(run), "--on_error", "skip", "--log_every", "1", "--save_every", "1")
+    assert tune(folder, captioned, *few, "--nojit_compile") == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+    (captioned / "5.txt").write_text("a cat")
+    error = refused(captioned)
+    assert f"{run}/latents was made from something else: `data.captions` was " in error
+    error = refused(captioned, checkpoint=run / "checkpoint")
+    assert "`checkpoint.weights.unet` was [" in error
+
+
+def test_text_to_image_on_several_hosts(tmp_path):
+    """Each has every other example, and both end with what one would learn from both parts."""
+    folder, both = micro_folder(), tmp_path / "both"
+    few = "--size 16 --steps 4 --warm_up 1 --batch_size 4 --log_every 2 --noaverage".split()
+    command = ["text_to_image", "--checkpoint", str(folder), "--data", "world:8"]
+    said = on_two_hosts(*command, "--out", str(both), *few)
+    assert all("encoding 4 pictures" in text for text in said)
+
+    checkpoint = open_checkpoint(folder)
+    config, every = checkpoint.config, [Host(number, 2) for number in range(2)]
+    settings = Settings(4, batch_size=4, warm_up=1, averaging=Averaging(None), jit_compile=False)
+    vae, unet = checkpoint.build("vae"), checkpoint.build("unet")
+    whole = cached_latents(vae, World(8, 16), tmp_path / "latents", {}, lambda text: None)
+    parts = []
+    for host in every:
+        latents = np.load(both / host.named(CACHE) / FILE)
+        np.testing.assert_allclose(latents, host.part(whole), atol=1e-2)
+        given = (World(8, 16, host=host), settings, latents, config, checkpoint.tokenizer())
+        parts.append(LatentBatches(*given, host=host))
+
+    def batches(step):
+        one, other = (part(step) for part in parts)
+        return {name: np.concatenate([value, other[name]]) for name, value in one.items()}
+
+    text_encoder = freeze(checkpoint.build("text_encoder"))
+    loss = Denoising(unet, text_encoder, config.schedule)
+    Run(loss, batches, settings, tmp_path / "one", lambda text: None).train()
+    before = checkpoint.tensors("unet")
+    found = open_checkpoint(both / "checkpoint").tensors("unet")
+    for name, slot in layout.slots(unet).items():
+        expected = slot.stored()
+        start, end = (tensors[name].read().reshape(expected.shape) for tensors in (before, found))
+        way = np.linalg.norm(expected - start)
+        assert np.linalg.norm(end - expected) <= 0.02 * way, name
 
 
 def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import tracemalloc
 from dataclasses import replace
 from itertools import product
 
@@ -13,10 +14,12 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from sd_tf.pictures import PictureError, to_model, to_rgb
+from sd_tf.runtime.pictures import PictureError, to_model, to_rgb
+from sd_tf.training import data as training_data
 from sd_tf.training import world
 from sd_tf.training.batches import LatentBatches, PictureBatches
 from sd_tf.training.data import World, open_source, read_picture, shuffled
+from sd_tf.training.hosts import Host
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.scene import HELD_OUT
 from tests import micro
@@ -50,7 +53,9 @@ FOLDERS, PARQUETS = ("metadata.jsonl", "metadata.csv", "txt"), ("bytes", "struct
 LAYOUTS = FOLDERS + PARQUETS
 
 
-def write_parquet(path, rows, layout="bytes", caption_column="text", image_column="image"):
+def write_parquet(
+    path, rows, layout="bytes", caption_column="text", image_column="image", row_group_size=None
+):
     pictures = [picture for _, picture, _ in rows]
     if layout == "struct":
         pictures = [{"bytes": picture, "path": name} for name, picture, _ in rows]
@@ -61,12 +66,20 @@ def write_parquet(path, rows, layout="bytes", caption_column="text", image_colum
             {"id": list(range(len(rows))), image_column: pictures, caption_column: captions}
         ),
         path,
+        row_group_size=row_group_size,
     )
 
 
-def write(folder, layout, rows, encoding="utf-8", columns=("file_name", "text")):
+def write(
+    folder,
+    layout,
+    rows,
+    encoding="utf-8",
+    columns=("file_name", "text"),
+    row_group_size=None,
+):
     if layout in PARQUETS:
-        write_parquet(folder / "rows.parquet", rows, layout)
+        write_parquet(folder / "rows.parquet", rows, layout, row_group_size=row_group_size)
         return
     for name, picture, caption in rows:
         if picture is not None:
@@ -122,6 +135,111 @@ def test_parquet_in_several_files(tmp_path):
     check_read(open_source(tmp_path / "part-1.parquet", 8, **columns), ROWS[1:2])
 
 
+def test_parquet_is_read_by_row_group(tmp_path):
+    """So that no more pictures than those of one group are in memory."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 300, 300, 3), "uint8")
+    rows = [(f"{n}.png", encoded(Image.fromarray(noise[n])), f"number {n}") for n in range(40)]
+    size = sum(len(picture) for _, picture, _ in rows)
+    write_parquet(tmp_path / "rows.parquet", rows, "struct", row_group_size=2)
+    expected = [read_picture(picture, 300) for _, picture, _ in rows]
+    del rows
+    pyarrow.default_memory_pool().release_unused()
+    before = pyarrow.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        source = open_source(tmp_path, 300)
+        for index in range(40):
+            np.testing.assert_array_equal(source.picture(index), expected[index])
+            assert source.caption(index, 0) == f"number {index}"
+            assert pyarrow.total_allocated_bytes() - before < size / 4
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(source.picture(5), expected[5])
+
+
+@pytest.mark.parametrize("layout", ["txt", "struct"])
+def test_pictures_are_checked_once(tmp_path, layout, monkeypatch):
+    """The next start knows the bad rows, as long as the data is the same."""
+    rows = [(f"{n}.png", PICTURE[: 500 if n == 2 else None], f"number {n}") for n in range(5)]
+    data, checked = tmp_path / "data", tmp_path / "run" / "bad_rows.json"
+    data.mkdir()
+    write(data, layout, rows, row_group_size=2)
+    with pytest.raises(TrainingError, match="the picture is damaged"):
+        open_source(data, 8, checked=checked)
+    assert not checked.exists()
+    first = open_source(data, 8, "skip", checked=checked)
+    read = []
+    monkeypatch.setattr(training_data, "read_picture", lambda picture, size: read.append(picture))
+    again = open_source(data, 8, "skip", checked=checked)
+    assert again.rows == first.rows and again.skipped == first.skipped
+    with pytest.raises(TrainingError, match=r"the picture is damaged .* set `on_error` to skip"):
+        open_source(data, 8, checked=checked)
+    assert read == [] and len(again) == 4
+    write(data, layout, [*rows, ("5.png", PICTURE, "number 5")])
+    open_source(data, 8, "skip", checked=checked)
+    assert read
+
+
+@pytest.mark.parametrize("layout", ["txt", "bytes"])
+def test_each_host_has_its_part(tmp_path, layout):
+    rows = [(f"{n}.png", PICTURE, f"number {n}") for n in range(7)]
+    write(tmp_path, layout, rows, row_group_size=2)
+    parts = [open_source(tmp_path, 8, host=Host(number, 3)) for number in range(3)]
+    captions = [[part.caption(i, 0) for i in range(len(part))] for part in parts]
+    numbers = {"txt": [[0, 3, 6], [1, 4], [2, 5]], "bytes": [[0, 1, 6], [2, 3], [4, 5]]}[layout]
+    assert captions == [[f"number {n}" for n in part] for part in numbers]
+    whole = open_source(tmp_path, 8)
+    assert all(part.record() == whole.record() for part in parts)
+    with pytest.raises(TrainingError, match=r"no usable example for host 8 of 9\. Skipped: 0\."):
+        open_source(tmp_path, 8, host=Host(8, 9))
+
+
+def test_each_host_has_its_part_of_the_world():
+    whole, parts = World(7, 16, seed=2), [World(7, 16, seed=2, host=Host(n, 3)) for n in range(3)]
+    for number, part in enumerate(parts):
+        assert len(part) == len(range(number, 7, 3)) and part.record() == whole.record()
+        for index in range(len(part)):
+            theirs = number + 3 * index
+            np.testing.assert_array_equal(part.picture(index), whole.picture(theirs))
+            assert part.caption(index, 4) == whole.caption(theirs, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "differing"),
+    [
+        ("txt", lambda f: (f / "a.jpg").rename(f / "aa.jpg"), {"names"}),
+        ("txt", lambda f: (f / "b.txt").write_text("a bird"), {"captions"}),
+        ("txt", lambda f: (f / "a.jpg").write_bytes(PICTURE), {"sizes"}),
+        ("txt", lambda f: (f / "a.jpg").unlink(), {"rows", "files", "names", "sizes", "captions"}),
+        (
+            "metadata.csv",
+            lambda f: write(f, "metadata.csv", ROWS[::-1]),
+            {"names", "sizes", "captions"},
+        ),
+        ("bytes", lambda f: (f / "rows.parquet").rename(f / "more.parquet"), {"names"}),
+        (
+            "bytes",
+            lambda f: write_parquet(f / "rows.parquet", ROWS, row_group_size=1),
+            {"sizes", "groups"},
+        ),
+    ],
+)
+def test_a_record_tells_data_apart(tmp_path, layout, change, differing):
+    """A copy elsewhere is the same data; other names, sizes, captions, order or number are not."""
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+        write(folder, layout, ROWS)
+    one, other = (open_source(folder, 8).record() for folder in folders)
+    assert one == other != open_source(folders[1], 16).record()
+    change(folders[1])
+    if layout == "txt":
+        (folders[1] / "aa.txt").write_text('ein "grüner" Hund\n', "utf-8")
+    changed = open_source(folders[1], 8).record()
+    assert {name for name in one if one[name] != changed[name]} == differing
+
+
 # Bad rows
 
 PICTURE = encoded(Image.effect_noise((32, 32), 90))
@@ -129,8 +247,8 @@ DAMAGED_EXIF = plain(RED, form="WEBP", exif=b"Exif\0\0no orientation here")
 PROBLEMS = {
     "cut off": (PICTURE[: len(PICTURE) // 2], "a dog", r"the picture is damaged \(.*truncated.*\)"),
     "damaged Exif": (DAMAGED_EXIF, "a dog", r"the picture is damaged \(not a TIFF file.*\)"),
-    "text": (b"a dog", "a dog", "this is not a picture"),
-    "nothing": (b"", "a dog", "this is not a picture"),
+    "text": (b"a dog", "a dog", "this is not a PNG, JPEG, WebP or AVIF picture"),
+    "nothing": (b"", "a dog", "this is not a PNG, JPEG, WebP or AVIF picture"),
     "blank caption": (PICTURE, " \n", "the caption is empty"),
     "no caption": (PICTURE, None, "the caption is empty"),
     "no picture": (None, "a dog", "there is no picture"),
@@ -138,7 +256,8 @@ PROBLEMS = {
 
 
 def check_bad_row(path, message, left=2):
-    with pytest.raises(TrainingError, match=rf"{message}\. To leave .* out: --on_error skip$"):
+    advice = r"To leave .* out, set `on_error` to skip\.$"
+    with pytest.raises(TrainingError, match=rf"{message}\. {advice}"):
         open_source(path, 8)
     source = open_source(path, 8, on_error="skip")
     assert [source.caption(index, 0) for index in range(len(source))] == ["one", "three"]
@@ -173,11 +292,12 @@ def test_a_bad_row_is_named_and_refused_or_skipped(tmp_path, layout, problem):
         (
             "metadata.jsonl",
             '{"file_name": "b.png", "text": 2}',
-            r".*: the caption is no .* but int",
+            r".*: the caption must be text, not int",
         ),
         ("metadata.jsonl", '{"file_name": null, "text": "two"}', ".*: there is no picture"),
-        ("metadata.csv", "b.png,two, three", r": more values than columns: \[' three'\]; .*"),
-        ("metadata.csv", "b.png", ".*: the caption is empty"),
+        ("metadata.csv", "b.png,two, three", ": 3 values for 2 columns; .*"),
+        ("metadata.csv", "b.png", ": 1 values for 2 columns; .*"),
+        ("metadata.csv", "b.png,", ".*: the caption is empty"),
     ],
 )
 def test_a_bad_line_of_a_table(tmp_path, layout, line, message):
@@ -203,14 +323,14 @@ def test_a_picture_too_large_for_pillow(tmp_path, monkeypatch):
 def test_parquet_of_paths_opens_no_files(tmp_path):
     (tmp_path / "b.png").write_bytes(PICTURE)
     write_parquet(tmp_path / "rows.parquet", [("b.png", str(tmp_path / "b.png"), "one")])
-    with pytest.raises(TrainingError, match=r"rows.parquet, row 1: .* is no bytes but str"):
+    with pytest.raises(TrainingError, match=r"rows.parquet, row 1: .* must be bytes, not str"):
         open_source(tmp_path, 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_usable(tmp_path, layout):
     write(tmp_path, layout, [(f"{n}.png", b"text", "a dog") for n in range(3)])
-    message = r"no usable example; 3 were skipped, the first of them .*: this is not a picture\.$"
+    message = r"no usable example\. Skipped: 3; the first: .*: this is not a PNG, JPEG, WebP"
     with pytest.raises(TrainingError, match=message):
         open_source(tmp_path, 8, on_error="skip")
 
@@ -229,7 +349,7 @@ def test_missing_columns(tmp_path, layout):
     write(tmp_path, layout, ROWS)
     where, has = rf"/{layout}, row 1", "file_name, text"
     if layout == "bytes":
-        where, has = "/rows.parquet", r"id, image, text.* with --caption_column and --image_column"
+        where, has = "/rows.parquet", r"id, image, text.* with `caption_column` and `image_column`"
     check_refused(tmp_path, rf"{where}: no column title; it has {has}\.", caption_column="title")
     both = {"caption_column": "title", "image_column": "picture"}
     check_refused(tmp_path, rf"{where}: no column picture, title; it has {has}\.", **both)
@@ -241,20 +361,20 @@ def test_a_path_that_points_outside(tmp_path, is_absolute):
     folder.mkdir()
     name = str(tmp_path / "a.png") if is_absolute else "../a.png"
     write(folder, "metadata.jsonl", [("in.png", PICTURE, "a dog"), (name, PICTURE, "a cat")])
-    check_refused(folder, r"/metadata.jsonl, row 2 points outside: .*/a\.png")
+    check_refused(folder, r"row 2 points outside the folder of its table: .*/a\.png")
 
 
 def test_no_such_thing(tmp_path):
     check_refused(tmp_path / "gone", r"No such file or folder: .*/gone")
     check_refused(tmp_path, r" has no pictures \(\.png, \.jpg, \.jpeg, \.webp\)")
     (tmp_path / "a.png").write_bytes(PICTURE)
-    check_refused(tmp_path / "a.png", r"/a\.png: data is a folder or a \.parquet file")
+    check_refused(tmp_path / "a.png", r"must be a folder or a \.parquet file\. Received: .*/a\.png")
     with pytest.raises(TrainingError, match=r"one of refuse, skip\. Received: ignore"):
         open_source(tmp_path, 8, on_error="ignore")
     (tmp_path / "metadata.csv").write_bytes("file_name,text\na.png,grün".encode("latin-1"))
-    check_refused(tmp_path, r"/metadata\.csv is not UTF-8: .*byte 0xfc")
+    check_refused(tmp_path, r"/metadata\.csv, line 2, is not UTF-8: .*byte 0xfc")
     (tmp_path / "metadata.csv").write_text("file_name,text\n")
-    check_refused(tmp_path, r" has no usable example; 0 were skipped\.$")
+    check_refused(tmp_path, r" has no usable example\. Skipped: 0\.$")
 
 
 def test_what_is_no_parquet(tmp_path):
@@ -353,7 +473,7 @@ def test_the_middle_is_cut_out(tmp_path, size, is_tall):
 
 
 def test_what_is_no_picture_is_not_read():
-    with pytest.raises(PictureError, match=r"^this is not a picture$"):
+    with pytest.raises(PictureError, match=r"^this is not a PNG, JPEG, WebP or AVIF picture$"):
         read_picture(b"a dog", 8)
 
 
@@ -435,7 +555,7 @@ def latent_batches(seed=3, num_timesteps=1000, **options):
     settings = replace(micro.SETTINGS, batch_size=BATCH, seed=seed)
     config = replace(
         micro.CONFIG,
-        vae=replace(micro.CONFIG.vae, scaling_factor=0.5),
+        autoencoder=replace(micro.CONFIG.autoencoder, scaling_factor=0.5),
         schedule=replace(micro.CONFIG.schedule, num_train_timesteps=num_timesteps),
     )
     return LatentBatches(Numbered(), settings, LATENTS, config, tokenize, **options)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from sd_tf.config import ConfigError
+from sd_tf.cli.main import main
+from sd_tf.config import ConfigError, family_of, has_named_sizes
 from sd_tf.weights import CheckpointError, layout, open_checkpoint, save_folder
-from sd_tf.weights.__main__ import main
 from sd_tf.weights.tensors import open_safetensors
 from tests import peers
 
@@ -66,7 +66,9 @@ def test_fp16_files(folder, small_pipelines):
     assert loaded.dtype == np.float32
     expected = pipeline.vae.decoder.conv_in.bias.detach().half().float().numpy()
     np.testing.assert_array_equal(loaded, expected)
-    with pytest.raises(CheckpointError, match=r"no weights 'non_ema'; choose with.*fp16"):
+    with pytest.raises(
+        CheckpointError, match=r"no 'non_ema' weights; set `variant` to one of .*fp16"
+    ):
         open_checkpoint(folder, variant="non_ema").build("vae")
 
 
@@ -138,16 +140,18 @@ def test_matrices_stored_as_convolutions(folder, small_pipelines):
 
 @pytest.mark.parametrize("family", peers.FAMILIES)
 def test_config_of_every_family(small_pipelines, family):
-    _, folder = small_pipelines(family)
+    pipeline, folder = small_pipelines(family)
     config = open_checkpoint(folder).config
-    assert config.family == family
-    assert not config.is_named_family
-    assert config.schedule.sampler == {
-        "sd2-v": "ddim",
-        "sdxl-base": "euler",
-        "sdxl-refiner": "euler",
-        "sdxl-instruct-pix2pix": "euler",
-    }.get(family, "pndm")
+    assert family_of(config) == family
+    assert not has_named_sizes(config)
+    assert (
+        config.schedule.sampler
+        == {
+            diffusers.DDIMScheduler: "ddim",
+            diffusers.EulerDiscreteScheduler: "euler",
+            diffusers.PNDMScheduler: "pndm",
+        }[type(pipeline.scheduler)]
+    )
 
 
 def test_schedulers(folder):
@@ -165,6 +169,12 @@ def test_schedulers(folder):
             diffusers.DPMSolverMultistepScheduler(**common, use_karras_sigmas=True),
             "dpmpp_2m_karras",
         ),
+        (
+            diffusers.DPMSolverMultistepScheduler(**common, algorithm_type="sde-dpmsolver++"),
+            "dpmpp_2m_sde",
+        ),
+        (diffusers.HeunDiscreteScheduler(**common), "heun"),
+        (diffusers.UniPCMultistepScheduler(**common), "unipc"),
         (diffusers.LMSDiscreteScheduler(**common), "lms"),
         (diffusers.LCMScheduler(), "lcm"),
     ):
@@ -172,7 +182,7 @@ def test_schedulers(folder):
         assert open_checkpoint(folder).config.schedule.sampler == name
     for scheduler, message in (
         (diffusers.DDIMScheduler(**common), r"clip_sample=True is not supported; supported: False"),
-        (diffusers.UniPCMultistepScheduler(**common), r"'UniPCMultistepScheduler' is unknown"),
+        (diffusers.DEISMultistepScheduler(**common), r"'DEISMultistepScheduler' is unknown"),
         (
             diffusers.EulerDiscreteScheduler(**common, use_karras_sigmas=True),
             r"timestep_spacing='linspace' and use_karras_sigmas=True is not supported",
@@ -183,8 +193,24 @@ def test_schedulers(folder):
         ),
         (diffusers.PNDMScheduler(**common), r"skip_prk_steps=False"),
         (
-            diffusers.DPMSolverMultistepScheduler(**common, algorithm_type="sde-dpmsolver++"),
-            r"algorithm_type='sde-dpmsolver\+\+'",
+            diffusers.DPMSolverMultistepScheduler(
+                **common, algorithm_type="dpmsolver", final_sigmas_type="sigma_min"
+            ),
+            r"algorithm_type='dpmsolver' is not supported",
+        ),
+        (
+            diffusers.DPMSolverMultistepScheduler(
+                **common, algorithm_type="sde-dpmsolver++", solver_order=3
+            ),
+            r"solver_order=3 is not supported; supported: 2",
+        ),
+        (
+            diffusers.UniPCMultistepScheduler(**common, timestep_spacing="trailing"),
+            r"UniPC.* with timestep_spacing='trailing' and use_karras_sigmas=False is not sup",
+        ),
+        (
+            diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+            r"use_dynamic_shifting=True is not supported; supported: False",
         ),
         (
             diffusers.DDIMScheduler(**common, prediction_type="sample", clip_sample=False),
@@ -194,10 +220,10 @@ def test_schedulers(folder):
         scheduler.save_pretrained(path.parent)
         with pytest.raises(ConfigError, match=message):
             open_checkpoint(folder)
-    diffusers.UniPCMultistepScheduler(**common).save_pretrained(path.parent)
+    diffusers.DEISMultistepScheduler(**common).save_pretrained(path.parent)
     assert open_checkpoint(folder, scheduler="ddim").config.schedule.sampler == "ddim"
-    with pytest.raises(CheckpointError, match=r"Unknown scheduler 'heun'. Known: ddim"):
-        open_checkpoint(folder, scheduler="heun")
+    with pytest.raises(CheckpointError, match=r"Unknown scheduler 'dpm_fast'. Known: ddim"):
+        open_checkpoint(folder, scheduler="dpm_fast")
 
 
 # What is written
@@ -243,7 +269,9 @@ def test_save_wants_every_part(small_pipelines, tmp_path):
     with pytest.raises(CheckpointError, match=r"text_encoder, unet, vae. Received: none"):
         save_folder(tmp_path, checkpoint.config, {}, {})
     models = {name: checkpoint.build(name) for name in checkpoint.config.components}
-    with pytest.raises(CheckpointError, match=r"One tokenizer for each of text_encoder.*none"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenizers must have one for each of text_encoder.*none"
+    ):
         save_folder(tmp_path, checkpoint.config, models, {})
 
 
@@ -271,7 +299,7 @@ def test_truncated_and_corrupt_files(folder):
     path = folder / VAE_FILE
     content = path.read_bytes()
     path.write_bytes(content[:-100])
-    broken(folder, rf"is truncated: .*Its size is {len(content) - 100} bytes; fetch it again")
+    broken(folder, rf"is truncated: .*Its size is {len(content) - 100} bytes; download it again")
     path.write_bytes(content[:5])
     broken(folder, r"is truncated: ")
     path.write_bytes(content[:20] + b"\xff\xff" + content[22:])
@@ -289,7 +317,7 @@ def test_unreadable_dtype(folder):
 
 @pytest.mark.parametrize("suffix", [".bin", ".ckpt", ".pt"])
 def test_pickles(folder, tmp_path, suffix):
-    message = rf"weights\{suffix} is a pickle.*Convert it.*'weights\.safetensors'"
+    message = rf"weights\{suffix} is a pickle.*convert it.*'weights\.safetensors'"
     path = tmp_path / f"weights{suffix}"
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)  # also where there is none: the answer is the same
@@ -312,7 +340,7 @@ def test_the_advised_conversion_works(small_pipelines, tmp_path, monkeypatch):
     torch.save({"state_dict": state}, tmp_path / "weights.ckpt")
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path / "weights.ckpt")
-    _, flag, code = shlex.split(str(caught.value).partition("trust it: ")[2])
+    _, flag, code = shlex.split(str(caught.value).partition("convert it: ")[2])
     subprocess.run([sys.executable, flag, code], cwd=tmp_path, check=True)
     converted = load_file(tmp_path / "weights.safetensors")
     np.testing.assert_array_equal(converted["decoder.conv_in.bias"], state["decoder.conv_in.bias"])
@@ -322,10 +350,10 @@ def test_index_errors(folder, tmp_path):
     index = folder / "model_index.json"
     original = index.read_text()
     for changes, message in (
-        ({"_class_name": "FluxPipeline"}, r"pipeline 'FluxPipeline' is not supported"),
+        ({"_class_name": "FluxPipeline"}, r"pipeline class 'FluxPipeline' is not supported"),
         ({"unet": ["diffusers", "SD3Transformer2DModel"]}, r"unet is a SD3Transformer2DModel"),
         ({"text_encoder": ["transformers", "T5EncoderModel"]}, r"text_encoder is a T5EncoderModel"),
-        ({"prior": ["diffusers", "PriorTransformer"]}, r"component 'prior' .* is unknown"),
+        ({"prior": ["diffusers", "PriorTransformer"]}, r"component 'prior' .* is not supported"),
         (
             {"../../unet": ["diffusers", "UNet2DConditionModel"]},
             r"outside its folder: '\.\.",
@@ -380,7 +408,9 @@ def test_absent_files(folder, tmp_path):
     (tmp_path / "weights.gguf").touch()
     with pytest.raises(CheckpointError, match=r"must be \.safetensors. Received: \.gguf"):
         open_checkpoint(tmp_path / "weights.gguf")
-    with pytest.raises(CheckpointError, match=r"no component 'unet_2'; it has text_encoder"):
+    with pytest.raises(
+        CheckpointError, match=r"has the components text_encoder.*Received: 'unet_2'"
+    ):
         open_checkpoint(folder).build("unet_2")
 
 
@@ -390,17 +420,21 @@ UNSUPPORTED = [
     ("unet", {"encoder_hid_dim_type": "ip_image_proj"}, r"encoder_hid_dim_type='ip_image_proj'"),
     ("unet", {"down_block_types": ["AttnDownBlock2D"] * 4}, r"down_block_types='AttnDownBlock2D'"),
     ("unet", {"mid_block_type": "UNetMidBlock2DSimpleCrossAttn"}, r"mid_block_type='UNetMid"),
-    ("unet", {"cross_attention_dim": [128, 128, 64, 64]}, r"one width for all is supported"),
-    ("unet", {"cross_attention_dim": 64}, r"context of width 64.*text encoders give 128"),
-    ("unet", {"use_motion_module": True}, r"field use_motion_module=True is unknown"),
+    ("unet", {"cross_attention_dim": [128, 128, 64, 64]}, r"must be the same at all levels"),
+    ("unet", {"cross_attention_dim": 64}, r"context_dim=64.*text encoders give 128"),
+    ("unet", {"use_motion_module": True}, r"field use_motion_module=True is not supported"),
     ("unet", {"addition_embed_type": "image"}, r"addition_embed_type='image'"),
-    ("unet", {"addition_embed_type": "text_time"}, r"wants a text encoder with a projection"),
-    ("unet", {"in_channels": 7}, r"4, 8, 9 input channels.*Received: in_channels=7"),
-    ("unet", {"layers_per_block": [2, 2]}, r"one entry for each of 4 levels. Received: \[2, 2\]"),
+    ("unet", {"addition_embed_type": "text_time"}, r"needs a text encoder with a projection"),
+    ("unet", {"in_channels": 7}, r"one of 4, 8, 9\. Received: in_channels=7"),
+    (
+        "unet",
+        {"layers_per_block": [2, 2]},
+        r"must have 4 entries, one a level\. Received: \[2, 2\]",
+    ),
     ("vae", {"latents_mean": [0.1]}, r"latents_mean=\[0\.1\] is not supported"),
     ("vae", {"act_fn": "relu"}, r"act_fn='relu' is not supported; supported: 'silu', 'swish'"),
     ("text_encoder", {"hidden_act": "relu"}, r"hidden_act='relu' is not supported"),
-    ("text_encoder", {"rope_theta": 1e4}, r"field rope_theta=10000\.0 is unknown"),
+    ("text_encoder", {"rope_theta": 1e4}, r"field rope_theta=10000\.0 is not supported"),
 ]
 
 
@@ -416,7 +450,7 @@ def test_tokenizer_that_outgrew_the_text_encoder(folder):
     vocab = peers.tokenizer(49407).get_vocab()
     (folder / "tokenizer/vocab.json").write_text(json.dumps(vocab))
     (folder / "tokenizer/merges.txt").write_text("#version: 0.2\n")
-    with pytest.raises(CheckpointError, match=r"knows 49409 tokens.*embeddings for 49408"):
+    with pytest.raises(CheckpointError, match=r"has 49409 tokens.*embeddings for 49408"):
         open_checkpoint(folder).tokenizer()
 
 
@@ -425,7 +459,7 @@ def test_tokenizer_that_outgrew_the_text_encoder(folder):
 
 def test_describe(small_pipelines, capsys):
     _, folder = small_pipelines("sdxl-base")
-    assert main([str(folder)]) == 0
+    assert main(["weights", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "diffusers folder" in printed and "sdxl-base (with sizes of its own)" in printed
     checkpoint = open_checkpoint(folder)
@@ -443,10 +477,10 @@ def test_describe_what_is_broken(folder, capsys, tmp_path):
     edit_tensors(folder / VAE_FILE, lambda s: s.pop("encoder.conv_in.bias"))
     unet = folder / "unet/diffusion_pytorch_model.safetensors"
     unet.write_bytes(unet.read_bytes()[:-1])
-    assert main([str(folder)]) == 1
+    assert main(["weights", str(folder)]) == 1
     captured = capsys.readouterr()
     assert "would not load: vae: 1 tensors are missing: encoder.conv_in.bias" in captured.err
     assert "would not load: unet: " in captured.err and "is truncated" in captured.err
     assert "loads:" not in captured.out
-    assert main([str(tmp_path / "nothing")]) == 1
+    assert main(["weights", str(tmp_path / "nothing")]) == 1
     assert capsys.readouterr().err.startswith("would not load: No such file or folder")

@@ -11,10 +11,10 @@ import pytest
 from scipy import ndimage
 
 from sd_tf.config import END_TOKEN
-from sd_tf.tokenizer import ClipTokenizer
+from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training.world import captions, oracle, scene
 from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
-from sd_tf.training.world.draw import background, draw
+from sd_tf.training.world.draw import INSIDE, background, draw
 from sd_tf.training.world.oracle import UNKNOWN, judge, read
 from sd_tf.training.world.places import QUESTIONS, answers
 from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
@@ -160,18 +160,22 @@ def test_answers_say_what_stands_where(split):
             assert options[number] == expected.get(question), (question, one)
 
 
+def test_every_shape_can_be_drawn():
+    assert tuple(INSIDE) == scene.SHAPES
+
+
 def test_what_does_not_exist_is_refused():
     with pytest.raises(WorldError, match=r"one of train, held_out. Received: 'test'"):
         sample_scene(0, split="test")
-    with pytest.raises(WorldError, match=r"1 or 2 things. Received: 3"):
+    with pytest.raises(WorldError, match=r"things must be 1, 2 or None\. Received: 3"):
         sample_scene(0, things=3)
     with pytest.raises(WorldError, match=r"one of black, .*Received: 'pink'"):
         draw(Scene("pink", (), None, None))
-    with pytest.raises(WorldError, match=r"at least 48 pixels.*Received: uint8 \(32, 32, 3\)"):
+    with pytest.raises(WorldError, match=r"a size of at least 48\. Received: uint8 \(32, 32, 3\)"):
         read(np.zeros((32, 32, 3), "uint8"))
     with pytest.raises(WorldError, match=r"Received: float32 \(64, 64, 3\)"):
         read(np.zeros((64, 64, 3), "float32"))
-    with pytest.raises(WorldError, match=r"Received: count=900"):
+    with pytest.raises(WorldError, match=r"count must not exceed .*Received: 900"):
         prompts(900, "held_out")
 
 

@@ -1,4 +1,4 @@
-"""KerasCV's own pipeline, run as its users run it, its parts' calls timed."""
+"""Run KerasCV's own pipeline as its users do, and time the calls of its parts."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ import keras_cv
 from keras_cv.src.models.stable_diffusion.clip_tokenizer import SimpleTokenizer
 
 import sd_tf
-from sd_tf.bench import BenchError, Job
+from sd_tf.bench.plan import BenchError, Job
 
 MAX_PROMPT_LENGTH = 77
 VOCABULARY = Path(sd_tf.__file__).parent / "data" / "bpe_simple_vocab_16e6.txt.gz"
@@ -16,9 +16,9 @@ PARTS = ("text_encoder", "diffusion_model", "decoder")
 
 
 def prepare(job: Job):
-    """Build and load all parts now, which KerasCV does at their first use."""
+    """Build and load all parts now, which KerasCV does on first use; return the timed call."""
     if job.compile_cache is not None:
-        from sd_tf.pipeline import set_compile_cache
+        from sd_tf.runtime.pipeline import set_compile_cache
 
         set_compile_cache(job.compile_cache)
     model = keras_cv.models.StableDiffusion(job.height, job.width, jit_compile=job.jit_compile)
@@ -67,12 +67,12 @@ def _part(model, name: str):
     except Exception as error:  # Keras raises a bare Exception for a failed download
         raise BenchError(
             f"KerasCV could not get the weights of its {name}: {error}. Without a network, measure "
-            f"the same architecture with --random_weights."
+            f"the same architecture with `random_weights`."
         ) from error
 
 
 class Stopwatch:
-    """Notes when each call of a model began and ended; its result is NumPy's, hence finished."""
+    """Records when each call of a model begins and ends; results are NumPy's, so complete."""
 
     def __init__(self, model, jit_compile: bool):
         # Keras 3 uses XLA unless told not to, and KerasCV's jit_compile=False does not tell it.

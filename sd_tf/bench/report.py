@@ -1,18 +1,21 @@
-"""What was measured as a text table, as JSON, and in the words that the page has, too."""
+"""A benchmark's results as a text table and as JSON, and the words that its page shares."""
 
 import importlib.metadata
 import json
 import os
 import platform
 import textwrap
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import sd_tf
 
 FORMAT_VERSION = 1
 DEFAULT_NAME = "benchmark"
 SUFFIXES = (".json", ".html")
+PATHS = ("checkpoint", "compile_cache", "export_dir", "output", "work")  # flags
 LIBRARIES = ("tensorflow", "keras", "keras-cv", "numpy")
 STAGES = {
     "text_encoder": "text encoder",
@@ -24,7 +27,7 @@ STAGES = {
 
 
 def complete(measured: dict, flags: dict) -> dict:
-    """With everything that one needs to know to judge the figures."""
+    """Add the context of the figures: date, flags, hardware, versions."""
     versions = {"sd_tf": sd_tf.__version__, "python": platform.python_version()}
     for name in LIBRARIES:
         versions[name] = importlib.metadata.version(name)
@@ -32,10 +35,19 @@ def complete(measured: dict, flags: dict) -> dict:
     return {
         "format_version": FORMAT_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "flags": flags,
+        "flags": without_folders(flags),
         "hardware": {**hardware(), "devices": devices},
         "versions": versions,
         **measured,
+        "variants": [without_folders(variant) for variant in measured["variants"]],
+    }
+
+
+def without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Shorten absolute paths to their last part: reports are made to be shared."""
+    return {
+        name: Path(value).name if name in PATHS and Path(value or "").is_absolute() else value
+        for name, value in values.items()
     }
 
 
@@ -59,7 +71,10 @@ def hardware() -> dict:
 
 
 def output_paths(output: str) -> tuple[Path, Path]:
-    """A folder (there already, or with / at its end) or a name, which may have one of our ends."""
+    """Return the paths of the JSON and of the page.
+
+    `output` is a folder (which exists, or ends in /) or a name, with or without .json or .html.
+    """
     path = Path(output)
     if path.is_dir() or output.endswith("/"):
         path = path / DEFAULT_NAME
@@ -70,7 +85,7 @@ def output_paths(output: str) -> tuple[Path, Path]:
 
 
 def write(results: dict, page: str, json_path: Path, html_path: Path) -> tuple[Path, Path]:
-    """The pictures are in the page, not in the JSON."""
+    """Write the results without their pictures, which are in the page, and the page."""
     variants = [
         {key: value for key, value in variant.items() if key != "pictures"}
         for variant in results["variants"]
@@ -85,7 +100,7 @@ def write(results: dict, page: str, json_path: Path, html_path: Path) -> tuple[P
 
 
 def number(value: float | None) -> str:
-    """Three or four digits."""
+    """Write a figure with three or four digits."""
     if value is None:
         return "–"
     if value == 0:
@@ -101,7 +116,10 @@ def gigabytes(size: int | None) -> str:
 
 
 def rows(results: dict) -> list[tuple[str, list[str]]]:
-    """(label, one cell for each variant); two spaces before a label mean: part of the one above."""
+    """Return (label, a cell for each variant).
+
+    Two spaces before a label mean that it is a part of the one above.
+    """
     variants = results["variants"]
     first = variants[0]["warm"]["median"]
 
@@ -150,7 +168,7 @@ def rows(results: dict) -> list[tuple[str, list[str]]]:
 
 
 def work(results: dict) -> str:
-    """What each run did."""
+    """Say what each run did."""
     v = results["variants"][0]
     pictures = "1 picture" if v["batch_size"] == 1 else f"{v['batch_size']} pictures"
     return (
@@ -160,7 +178,7 @@ def work(results: dict) -> str:
 
 
 def remarks(results: dict) -> list[str]:
-    """What keeps the figures from meaning what they seem to."""
+    """Return warnings about figures that do not mean what they seem to."""
     variants, found = results["variants"], []
     for item in results["left_out"]:
         what = "failed" if item["failed"] else "left out"

@@ -1,54 +1,41 @@
-"""`python -m sd_tf.bench starts`: what comes before and around the compiled code of an export.
+"""Measure an export's start-up, and the host's share of a warm call.
 
-Time to a first picture without a compile cache, filling one and finding it filled, each in a new
-process and in turn; and the host's share of a warm call: what is left of it when the same compiled
-functions are called again, one behind the other, on the same arrays.
+Start-up is the time to a first picture: without a compile cache, filling one, and finding one
+filled, each in a new process and in turn. The host's share is the part of a warm call that is not
+spent in its compiled functions, which are timed by calling them again on the same arrays.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from sd_tf.bench import BenchError, Options, plan, run_alone
+from sd_tf.bench.plan import BenchError, BenchOptions, make_plan
+from sd_tf.bench.run import run_job
 from sd_tf.bench.timing import summary
 
 CACHE_AT_MOST, HOST_AT_MOST = 0.6, 5.0  # of the time without a cache; percent of a warm call
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--export_dir", required=True, help="what serialize_savedmodels.py wrote")
-    parser.add_argument("--num_steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3, help="Turns of the starts. Default: 3.")
-    parser.add_argument("--calls", type=int, default=9, help="Warm calls. Default: 9.")
-    parser.add_argument("--json", type=Path, help="A file for the figures.")
-
-
-def run(options: argparse.Namespace) -> int:
-    for name in ("num_steps", "rounds", "calls"):
-        if getattr(options, name) < 1:
-            raise BenchError(f"--{name} is at least 1. Received: {getattr(options, name)}")
-    found = {
-        "starts": starts(options.export_dir, options.num_steps, options.rounds),
-        "host": host_share(options.export_dir, options.num_steps, options.calls),
+def measure(export_dir: str, num_steps: int, rounds: int, calls: int) -> dict:
+    """Measure `rounds` turns of the starts, and the host's share of `calls` warm calls."""
+    for name, value in (("num_steps", num_steps), ("rounds", rounds), ("calls", calls)):
+        if value < 1:
+            raise BenchError(f"`{name}` is at least 1. Received: {value}")
+    return {
+        "starts": starts(export_dir, num_steps, rounds),
+        "host": host_share(export_dir, num_steps, calls),
     }
-    print(table(found))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 def starts(export_dir: str, num_steps: int, rounds: int) -> dict:
-    """Seconds from a process's start to its first pictures."""
+    """Measure the seconds from a process's start to its first pictures."""
     seconds = {"without": [], "filling": [], "filled": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="sd_tf_cache_") as cache:
             for name, folder in (("without", None), ("filling", cache), ("filled", cache)):
-                (job,) = plan(
-                    Options(
+                (job,) = make_plan(
+                    BenchOptions(
                         export_dir=export_dir,
                         jit_compile=True,
                         num_steps=num_steps,
@@ -56,18 +43,18 @@ def starts(export_dir: str, num_steps: int, rounds: int) -> dict:
                         compile_cache=folder,
                     )
                 ).jobs
-                seconds[name].append(run_alone(job)["first_image_seconds"])
+                seconds[name].append(run_job(job)["first_image_seconds"])
     ratio = statistics.median(seconds["filled"]) / statistics.median(seconds["without"])
     return {**{name: summary(values) for name, values in seconds.items()}, "ratio": ratio}
 
 
 def host_share(export_dir: str, num_steps: int, calls: int) -> dict:
-    """Percent of a warm call that is not spent in its compiled functions."""
-    from sd_tf.chain import open_export
-    from sd_tf.pipeline import Pipeline, Replica
+    """Measure the percentage of a warm call that is not spent in its compiled functions."""
+    from sd_tf.runtime.chain import open_export
+    from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 
-    class Recording(Replica):
-        """Keeps what was called with what."""
+    class Recording(SavedModelRunner):
+        """A runner that records its calls and their inputs."""
 
         def __init__(self, *arguments):
             super().__init__(*arguments)
@@ -80,7 +67,7 @@ def host_share(export_dir: str, num_steps: int, calls: int) -> dict:
     manifest, tokenizers = open_export(Path(export_dir))
     replica = Recording(Path(export_dir), manifest, True, None)
     pipe = Pipeline(manifest, [replica], tokenizers, 0.0)
-    prompts = [Options.prompt] * manifest.batch_size
+    prompts = [BenchOptions.prompt] * manifest.batch_size
     pipe.warm_up()
     whole, compiled = [], []
     for _ in range(calls):

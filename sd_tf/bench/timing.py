@@ -1,8 +1,8 @@
-"""`python -m sd_tf.bench.timing FOLDER`: measures the one job in the folder, in this process.
+"""`python -m sd_tf.bench.timing FOLDER`: measure the one job in the folder, in this process.
 
 Start-up is measured apart: the import, the load, the first call (which compiles). Then come the
-timed runs of the same call. Every call ends with the pictures in NumPy's hands, so that nothing
-is still under way when a clock stops.
+timed runs of the same call. Every call returns its pictures as NumPy arrays, so that no work is
+left when a clock stops.
 """
 
 import time
@@ -16,8 +16,9 @@ import sys  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from sd_tf.bench import JOB, RESULT, TIMED_RUNS, BenchError, Job  # noqa: E402
-from sd_tf.manifest import ExportError  # noqa: E402
+from sd_tf.bench.plan import BenchError, Job  # noqa: E402
+from sd_tf.bench.run import JOB, RESULT, TIMED_RUNS  # noqa: E402
+from sd_tf.runtime.manifest import ExportError  # noqa: E402
 
 ENOUGH_FOR_P95 = 20
 
@@ -29,7 +30,7 @@ def main(folder: Path) -> None:
     job = Job(**json.loads((folder / JOB).read_text(encoding="utf-8")))
     try:
         result = measure(job, folder)
-    except (BenchError, ExportError, OSError) as error:  # the user's; others end with a traceback
+    except (BenchError, ExportError, OSError) as error:  # others end with a traceback
         result = {"error": str(error)}
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
 
@@ -74,7 +75,7 @@ def timed(function):
 
 
 def summary(values: Sequence[float]) -> dict:
-    """`p95` is None for few values, which have no 95th percentile but their maximum."""
+    """Summarize values; `p95` is None for few, whose 95th percentile would be their maximum."""
     p95 = None
     if len(values) >= ENOUGH_FOR_P95:
         p95 = statistics.quantiles(values, n=20, method="inclusive")[-1]
@@ -87,24 +88,18 @@ def summary(values: Sequence[float]) -> dict:
     }
 
 
-# Engines: an import, which returns what loads, which returns the call.
+# Engines: each imports its libraries and returns `prepare`, which loads and returns the call.
 
 
 def saved_models() -> Callable[[Job], Call]:
-    import numpy as np
-
-    from sd_tf.pipeline import Pipeline
+    from sd_tf.runtime.call import blank_pictures
+    from sd_tf.runtime.pipeline import Pipeline
 
     def prepare(job: Job) -> Call:
         pipe = Pipeline.load(
             job.export_dir, jit_compile=job.jit_compile, compile_cache=job.compile_cache
         )
-        pictures = {}
-        shape = (job.height, job.width)
-        if pipe.manifest.latent_inputs != "none":  # edit a grey picture, or paint all of it
-            pictures["image"] = np.full((*shape, 3), 128, "uint8")
-        if pipe.manifest.latent_inputs == "mask_and_image":
-            pictures["mask"] = np.full(shape, 255, "uint8")
+        pictures = blank_pictures(pipe.manifest)
 
         def call():
             result = pipe(
@@ -131,11 +126,11 @@ def kerascv() -> Callable[[Job], Call]:
 ENGINES = {"saved_models": saved_models, "kerascv": kerascv}
 
 
-# What else is written down
+# Other figures
 
 
 def peak_memory() -> int:
-    """The most bytes that this process ever had in memory."""
+    """Return the most bytes that this process ever had in memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,188 +1,153 @@
-"""The whole diffusion loop: sampler, guidance and UNet, from noise or a picture to latents."""
+"""The whole diffusion loop: sampler, guidance and denoiser, from noise or a picture to latents."""
 
 import math
 
 import numpy as np
 from keras import ops
 
-from sd_tf.components import PROMPT_LENGTH, Endpoint, Spec, as_is
-from sd_tf.components.fixed import Geometry
-from sd_tf.config import SAMPLERS, PipelineConfig
+from sd_tf.components.conditions import Conditions
+from sd_tf.components.geometry import Geometry
+from sd_tf.components.guidance import SCALE, Guidance
+from sd_tf.components.spec import Endpoint, Spec, as_is
 from sd_tf.sampling import noise as noise_source
-from sd_tf.sampling.loop import denoise, empty_history, guide, guide_edit
-from sd_tf.sampling.tables import HISTORY
-
-# Inputs of the loop that go to the UNet for every part of its batch, by the UNet's names.
-MODEL_INPUTS = ("context", "pooled", "time_ids")
-# Inputs that are concatenated to the noisy latents, in the checkpoint's order of channels.
-LATENT_INPUTS = ("mask", "masked_image_latent", "conditioning_latent")
+from sd_tf.sampling.loop import denoise, empty_history
+from sd_tf.sampling.rows import HISTORY
 
 
-def diffusion_model(
-    unet, tables, config: PipelineConfig, geometry: Geometry, shared=as_is
-) -> dict[str, Endpoint]:
-    """See the endpoints at the end for what each takes and gives.
+class DiffusionModel:
+    """The loop around a denoiser. `endpoints` lists what can be called and with which inputs.
 
-    `tables` has the fields of `sampling.packed.Packed`, as whatever the backend computes with.
+    Inputs that every call of the loop shares are passed on by name: `num_steps`, `scheduler` (its
+    number), the guidance's scales and the conditions.
     """
-    batch, latent_shape = geometry.batch_size, geometry.latent_shape
-    default_seeds = np.arange(batch, dtype="int32")
-    conditions = condition_specs(config, batch, latent_shape)
-    edits = config.latent_inputs == "image"
-    scales = guidance_scales(config)
 
-    def predict(conditions, scale, image_scale):
-        guided = geometry.guidance == "classifier_free"
-        parts = 1 if not guided else 3 if edits else 2
-        given = {name: _parts(conditions, name, parts) for name in MODEL_INPUTS}
-        given = {name: value for name, value in given.items() if value is not None}
-        beside = [_beside(conditions[k], k, parts) for k in LATENT_INPUTS if k in conditions]
-        if config.unet.guidance_embed_dim is not None:
-            embedded = embed_guidance(scale, config.unet.guidance_embed_dim)
-            given["guidance"] = ops.tile(embedded[None], (batch, 1))
+    def __init__(
+        self,
+        denoiser,  # (x, timesteps, **conditions) → its prediction
+        tables,  # the fields of `sampling.packed.Packed`, as the backend's arrays
+        conditions: Conditions,
+        guidance: Guidance,
+        geometry: Geometry,
+        default_scheduler: int,
+        guidance_embed_dim: int | None = None,  # LCM: the denoiser is told the guidance scale
+        shared=as_is,  # wraps the loop that several endpoints share
+    ):
+        self.denoiser, self.tables = denoiser, tables
+        self.conditions, self.guidance, self.geometry = conditions, guidance, geometry
+        self.default_scheduler = default_scheduler
+        self.guidance_embed_dim = guidance_embed_dim
+        self._shared_walk = shared(self._walk)
 
-        def output(x, timestep):
-            x = ops.concatenate([ops.concatenate([x] * parts, axis=0), *beside], axis=-1)
-            timesteps = ops.broadcast_to(timestep, (parts * batch,))
-            result = ops.cast(unet(x, timesteps, **given), "float32")
-            if parts == 1:
-                return result
-            if parts == 3:
-                return guide_edit(*ops.split(result, 3), scale, image_scale)
-            return guide(*ops.split(result, 2), scale, geometry.guidance_rescale)
+    @property
+    def endpoints(self) -> dict[str, Endpoint]:
+        latents = Spec((self.geometry.batch_size, *self.geometry.latent_shape))
+        history = Spec((HISTORY, *latents.shape))
+        scalar, seeds = Spec(dtype="int32"), Spec((self.geometry.batch_size,), "int32")
+        call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
+        chosen = {**call, "scheduler": scalar}
+        state = {"latent": latents, "history": history}
+        bounds = {"first": scalar, "start": scalar, "stop": scalar}
+        steps = {"scheduler": scalar, "num_steps": scalar}
+        image = {"noise": latents, "image_latent": latents, "start": scalar, **steps}
+        return {
+            "serving_default": Endpoint(self.default, call),
+            "seeded": Endpoint(self.seeded, {**chosen, "seed": seeds}),
+            "from_noise": Endpoint(self.from_noise, {**chosen, "noise": latents}),
+            "segment": Endpoint(self.segment, {**chosen, **state, **bounds, "seed": seeds}),
+            # How a segment's first state is made: from unit noise or from a picture.
+            "noise": Endpoint(self.noise, {"seed": seeds}, compiled=False),
+            "begin": Endpoint(self.begin, {"noise": latents, **steps}, compiled=False),
+            "begin_image": Endpoint(self.begin_image, image, compiled=False),
+        }
 
-        return output
+    # Whole runs
 
-    def of_run(table, scheduler, num_steps):
-        return ops.take(ops.take(table, scheduler, axis=0), num_steps - 1, axis=0)
+    def default(self, **inputs):
+        """Draw with the default scheduler; picture i of the batch has the seed i."""
+        scheduler = ops.convert_to_tensor(self.default_scheduler, "int32")
+        return self.seeded(self._default_seeds, scheduler=scheduler, **inputs)
 
-    @shared
-    def run(x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions):
-        offset = of_run(tables.starts, scheduler, num_steps)
+    def seeded(self, seed, **inputs):
+        return self._whole_run(self.noise(seed)["noise"], seed, **inputs)
 
-        def rows(i, variant):
-            return ops.take(ops.take(tables.rows, offset + i, axis=0), variant, axis=0)
+    def from_noise(self, noise, **inputs):
+        """Draw from the given unit noise; samplers that add noise take it from seed i."""
+        return self._whole_run(noise, self._default_seeds, **inputs)
 
-        stop = ops.minimum(stop, of_run(tables.calls, scheduler, num_steps))
-        return denoise(predict(conditions, *scales), rows, x, past, first, start, stop, seeds)
-
-    def split(inputs):
-        given = {name: inputs.pop(name) for name in conditions}
-        scale = inputs.pop("unconditional_guidance_scale")
-        image_scale = inputs.pop("image_guidance_scale", None)
-        scheduler = inputs.pop("scheduler", None)
-        if scheduler is None:
-            scheduler = ops.convert_to_tensor(default_sampler(config), "int32")
-        return given, (scale, image_scale), inputs.pop("num_steps"), scheduler
-
-    def whole_run(unit_noise, seeds, inputs):
-        given, scales, num_steps, scheduler = split(inputs)
-        x = unit_noise * of_run(tables.scales, scheduler, num_steps)
-        stop = of_run(tables.calls, scheduler, num_steps)
+    def _whole_run(self, unit_noise, seeds, num_steps, scheduler, **inputs):
+        x = unit_noise * self._of_run(self.tables.scales, scheduler, num_steps)
+        stop = self._of_run(self.tables.calls, scheduler, num_steps)
         past, zero = empty_history(x), ops.convert_to_tensor(0, "int32")
-        x, _ = run(x, past, zero, zero, stop, seeds, scheduler, num_steps, scales, given)
+        x, _ = self._run(x, past, zero, zero, stop, seeds, scheduler, num_steps, inputs)
         return {"latent": x}
 
-    def from_noise(noise, **inputs):
-        return whole_run(noise, default_seeds, inputs)
+    # Runs in segments
 
-    def seeded(seed, **inputs):
-        return whole_run(unit_noise(seed)["noise"], seed, inputs)
+    def noise(self, seed):
+        shape = self.geometry.latent_shape
+        return {"noise": noise_source.normal(seed, noise_source.INITIAL, shape)}
 
-    def default(**inputs):
-        return seeded(default_seeds, **inputs)
+    def begin(self, noise, scheduler, num_steps):
+        return {"latent": noise * self._of_run(self.tables.scales, scheduler, num_steps)}
 
-    def segment(latent, history, first, start, stop, seed, **inputs):
-        given, scales, num_steps, scheduler = split(inputs)
-        x, past = run(
-            latent, history, first, start, stop, seed, scheduler, num_steps, scales, given
-        )
-        return {"latent": x, "history": past}
-
-    def unit_noise(seed):
-        return {"noise": noise_source.normal(seed, noise_source.INITIAL, latent_shape)}
-
-    def begin(noise, scheduler, num_steps):
-        return {"latent": noise * of_run(tables.scales, scheduler, num_steps)}
-
-    def begin_image(noise, image_latent, start, scheduler, num_steps):
-        row = of_run(tables.starts, scheduler, num_steps) + start
-        signal, sigma = ops.take(tables.signals, row), ops.take(tables.sigmas, row)
+    def begin_image(self, noise, image_latent, start, scheduler, num_steps):
+        row = self._of_run(self.tables.starts, scheduler, num_steps) + start
+        signal, sigma = ops.take(self.tables.signals, row), ops.take(self.tables.sigmas, row)
         return {"latent": signal * image_latent + sigma * noise}
 
-    latents, history = Spec((batch, *latent_shape)), Spec((HISTORY, batch, *latent_shape))
-    scalar, seeds = Spec(dtype="int32"), Spec((batch,), "int32")
-    call = {**conditions, "num_steps": scalar, **scales}
-    chosen = {**call, "scheduler": scalar}
-    state = {"latent": latents, "history": history}
-    bounds = {"first": scalar, "start": scalar, "stop": scalar}
-    steps_of = {"scheduler": scalar, "num_steps": scalar}
-    image = {"noise": latents, "image_latent": latents, "start": scalar, **steps_of}
-    return {
-        "serving_default": Endpoint(default, call),
-        "seeded": Endpoint(seeded, {**chosen, "seed": seeds}),
-        "from_noise": Endpoint(from_noise, {**chosen, "noise": latents}),
-        "segment": Endpoint(segment, {**chosen, **state, **bounds, "seed": seeds}),
-        # A segment's start, from unit noise or from a picture.
-        "noise": Endpoint(unit_noise, {"seed": seeds}, compiled=False),
-        "begin": Endpoint(begin, {"noise": latents, **steps_of}, compiled=False),
-        "begin_image": Endpoint(begin_image, image, compiled=False),
-    }
+    def segment(self, latent, history, first, start, stop, seed, scheduler, num_steps, **inputs):
+        """Walk the rows [start, stop) of a run that began at row `first`."""
+        x, past = self._run(latent, history, first, start, stop, seed, scheduler, num_steps, inputs)
+        return {"latent": x, "history": past}
 
+    # The loop
 
-def default_sampler(config: PipelineConfig) -> int:
-    """The checkpoint's own, by its place among all."""
-    return list(SAMPLERS).index(config.schedule.sampler)
+    def _run(self, x, past, first, start, stop, seeds, scheduler, num_steps, inputs):
+        scales = tuple(inputs[name] for name in self.guidance.scales)
+        conditions = {name: inputs[name] for name in self.conditions.inputs}
+        return self._shared_walk(
+            x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions
+        )
 
+    def _walk(self, x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions):
+        offset = self._of_run(self.tables.starts, scheduler, num_steps)
 
-def condition_specs(config: PipelineConfig, batch, latent_shape) -> dict[str, Spec]:
-    """What conditions the loop, beside steps and guidance: names and shapes by family."""
-    context = Spec((batch, PROMPT_LENGTH, config.unet.context_dim))
-    result = {"context": context, "unconditional_context": context}
-    if config.unet.added is not None:
-        pooled = Spec((batch, config.unet.added.pooled_dim))
-        ids = Spec((batch, config.unet.added.num_time_ids))
-        result |= {"pooled": pooled, "unconditional_pooled": pooled}
-        result |= {"time_ids": ids, "unconditional_time_ids": ids}
-    latents = Spec((batch, *latent_shape))
-    beside = {
-        "none": {},
-        "image": {"conditioning_latent": latents},
-        "mask_and_image": {
-            "mask": Spec((batch, *latent_shape[:2], 1)),
-            "masked_image_latent": latents,
-        },
-    }
-    return result | beside[config.latent_inputs]
+        def rows(i, variant):
+            return ops.take(ops.take(self.tables.rows, offset + i, axis=0), variant, axis=0)
 
+        stop = ops.minimum(stop, self._of_run(self.tables.calls, scheduler, num_steps))
+        predict = self._predictor(conditions, scales)
+        return denoise(predict, rows, x, past, first, start, stop, seeds)
 
-def guidance_scales(config: PipelineConfig) -> dict[str, Spec]:
-    """One scale, and InstructPix2Pix's second, which holds on to the picture."""
-    names = ["unconditional_guidance_scale"]
-    if config.latent_inputs == "image":
-        names.append("image_guidance_scale")
-    return dict.fromkeys(names, Spec())
+    def _predictor(self, conditions, scales):
+        """Return (x, timestep) → the guided output; what the steps share is computed here."""
+        given = self.guidance.conditions(conditions, self.conditions.names)
+        beside = self.guidance.beside(conditions, self.conditions.beside)
+        batch = len(self.guidance.parts) * self.geometry.batch_size
+        if self.guidance_embed_dim is not None:
+            scale = scales[self.guidance.scales.index(SCALE)]
+            embedded = embed_guidance(scale, self.guidance_embed_dim)
+            given["guidance"] = ops.tile(embedded[None], (self.geometry.batch_size, 1))
 
+        def predict(x, timestep):
+            timesteps = ops.broadcast_to(timestep, (batch,))
+            return self.guidance.predict(
+                lambda x: self.denoiser(x, timesteps, **given), x, beside, scales
+            )
 
-def _parts(conditions, name, parts):
-    """[negative, positive] in one batch, [positive, negative, negative] for an edit."""
-    if name not in conditions or parts == 1:
-        return conditions.get(name)
-    positive, negative = conditions[name], conditions[f"unconditional_{name}"]
-    order = {2: [negative, positive], 3: [positive, negative, negative]}
-    return ops.concatenate(order[parts], axis=0)
+        return predict
 
+    @property
+    def _default_seeds(self):
+        return np.arange(self.geometry.batch_size, dtype="int32")
 
-def _beside(value, name, parts):
-    """What stands beside the latents; an edit's last part does without its picture."""
-    copies = [value] * parts
-    if name == "conditioning_latent" and parts == 3:
-        copies[-1] = ops.zeros_like(value)
-    return ops.concatenate(copies, axis=0)
+    @staticmethod
+    def _of_run(table, scheduler, num_steps):
+        return ops.take(ops.take(table, scheduler, axis=0), num_steps - 1, axis=0)
 
 
 def embed_guidance(scale, width):
-    """LCM's embedding of w = guidance scale - 1 (width,): sines, then cosines."""
+    """Embed w = guidance scale − 1 as LCM does (width,): sines, then cosines."""
     half = width // 2
     frequencies = ops.exp(ops.arange(half, dtype="float32") * (-math.log(10000.0) / (half - 1)))
     angles = 1000.0 * (scale - 1.0) * frequencies

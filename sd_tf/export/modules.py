@@ -1,35 +1,67 @@
-"""The SavedModels' contents: one `tf.Module` per component, with the component's signatures.
+"""A `tf.Module` for each component, which is saved as its SavedModel.
 
 Every endpoint exists compiled by XLA and, under `plain_`, not compiled, on the same variables. The
 compiled ones are traced with the target's rewrites, the plain ones as the models are written.
 """
 
+from dataclasses import fields
+
 import tensorflow as tf
 
 from sd_tf.components import Endpoint, Spec
-from sd_tf.components.diffusion import default_sampler, diffusion_model
-from sd_tf.components.fixed import Geometry
-from sd_tf.components.pictures import decoder, image_encoder
-from sd_tf.components.text import text_encoder
-from sd_tf.config import SAMPLERS, PipelineConfig
-from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
-from sd_tf.sampling.packed import pack
+from sd_tf.components.build import Component
+from sd_tf.models.lowering import Rewrites, lowered, rewrites
+from sd_tf.sampling.packed import Packed
 
 PLAIN = "plain_"
+# The tables that are large, and therefore saved as variables rather than as constants.
+LARGE_TABLES = ("rows", "signals", "sigmas")
 
 
-class Component(tf.Module):
-    """A module whose endpoints are declared once and come out compiled and plain."""
+class ComponentModule(tf.Module):
+    """A component's endpoints as signatures, compiled and plain."""
 
-    def __init__(self, models, rewrites: Rewrites = AS_WRITTEN):
+    def __init__(self, component: Component, rewrites: Rewrites, jit_compile: bool = True):
+        """Trace the endpoints; without `jit_compile` only plain, but under their own names."""
         super().__init__()
-        self._model_variables = [v.value for model in models for v in model.variables]
-        self._rewrites = rewrites
+        self._variables = [slot.variable.value for slot in component.slots.values()]
+        self._rewrites, self._jit_compile = rewrites, jit_compile
         self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
-        self.eager = {}  # name → the same as a Python function
+        self.eager = {}  # name → the endpoint as a Python function
+        self.tables = None
+        if component.tables is not None:
+            self.tables = SamplerTables(component.tables, component.default_scheduler)
+        endpoints = component.endpoints(self.tables, traced_once)
+        for name, endpoint in endpoints.items():
+            self._declare(name, endpoint)
+        if component.name == "decoder":
+            self._declare_png(endpoints["serving_default"])
 
-    def compiled(self, function):
-        """For XLA, with the target's rewrites."""
+    def _declare(self, name: str, endpoint: Endpoint) -> None:
+        self.eager[name] = endpoint.function
+        plain = tf.function(endpoint.function, autograph=False)
+        if endpoint.compiled and self._jit_compile:
+            self._sign(name, self._compiled(endpoint.function), endpoint.inputs)
+            self._sign(PLAIN + name, plain, endpoint.inputs)
+        else:
+            self._sign(name, plain, endpoint.inputs)
+
+    def _declare_png(self, decode: Endpoint) -> None:
+        """Add the endpoint that returns PNG files, which are encoded outside XLA."""
+
+        def as_png(run):
+            def call(latent):
+                images = run(latent=latent)["generated_images"]
+                encoded = [tf.io.encode_png(image) for image in tf.unstack(images)]
+                return {"image_bytes": tf.stack(encoded)}
+
+            return tf.function(call, autograph=False)
+
+        self._sign("png", as_png(self._compiled(decode.function)), decode.inputs)
+        self._sign(PLAIN + "png", as_png(decode.function), decode.inputs)
+
+    def _compiled(self, function):
+        """Wrap a function for XLA, with the target's rewrites."""
 
         def rewritten(**inputs):
             with lowered(self._rewrites):
@@ -37,22 +69,12 @@ class Component(tf.Module):
 
         return tf.function(rewritten, jit_compile=True, autograph=False)
 
-    def declare(self, endpoints: dict[str, Endpoint], check=None) -> None:
-        """`check` sees inputs that count steps, before the compiled part: XLA drops assertions."""
-        for name, endpoint in endpoints.items():
-            function = endpoint.function
-            self.eager[name] = function
-            checked = check if "num_steps" in endpoint.inputs else None
-            plain = tf.function(function, autograph=False)
-            if endpoint.compiled:
-                self._sign(name, self.compiled(function), endpoint.inputs, checked)
-                self._sign(PLAIN + name, plain, endpoint.inputs, checked)
-            else:
-                self._sign(name, plain, endpoint.inputs, checked)
+    def _sign(self, name: str, body, inputs: dict[str, Spec]) -> None:
+        """Add a signature. Inputs are checked before the compiled part: XLA drops assertions."""
+        counts_steps = self.tables is not None and "num_steps" in inputs
 
-    def _sign(self, name, body, inputs: dict[str, Spec], check):
         def call(**inputs):
-            with tf.control_dependencies(check(**inputs) if check is not None else []):
+            with tf.control_dependencies(self.tables.checks(**inputs) if counts_steps else []):
                 inputs = {key: tf.identity(value) for key, value in inputs.items()}
             return body(**inputs)
 
@@ -61,7 +83,7 @@ class Component(tf.Module):
 
 
 def traced_once(function):
-    """As one function of the graph for all plain endpoints, and one for all compiled ones."""
+    """Trace `function` once for all plain endpoints and once for all compiled ones."""
     traced = {}
 
     def call(*args):
@@ -71,91 +93,40 @@ def traced_once(function):
     return call
 
 
-class TextEncoder(Component):
-    def __init__(self, encoders, empty_tokens, config: PipelineConfig, batch_size, jit):
-        super().__init__(encoders)
-        endpoints = text_encoder(encoders, empty_tokens, config, batch_size)
-        self.declare({k: Endpoint(e.function, e.inputs, jit) for k, e in endpoints.items()})
-
-
 class SamplerTables(tf.Module):
-    """`sampling.packed.Packed` in TensorFlow; what is large is saved as variables."""
+    """The fields of `sampling.packed.Packed` as TensorFlow variables and constants."""
 
-    def __init__(self, schedule, max_steps: int):
+    def __init__(self, packed: Packed, default_scheduler: int):
         super().__init__()
-        packed = pack(schedule, max_steps)
-        self.rows = tf.Variable(packed.rows, trainable=False, name="rows")
-        self.starts = tf.constant(packed.starts)
-        self.calls = tf.constant(packed.calls)
-        self.scales = tf.constant(packed.scales)
-        self.signals = tf.Variable(packed.signals, trainable=False, name="signals")
-        self.sigmas = tf.Variable(packed.sigmas, trainable=False, name="sigmas")
+        self.default_scheduler = tf.constant(default_scheduler, "int32")
+        for field in fields(packed):
+            value = getattr(packed, field.name)
+            if field.name in LARGE_TABLES:
+                value = tf.Variable(value, trainable=False, name=field.name)
+            else:
+                value = tf.constant(value)
+            setattr(self, field.name, value)
+
+    def checks(self, num_steps, scheduler=None, first=0, start=0, **_):
+        """Assert that a call's steps are a run of the tables, and lie within it."""
+        if scheduler is None:
+            scheduler = self.default_scheduler
+        count, most_steps = self.calls.shape
+        valid = [
+            _is_below(scheduler, count, f"scheduler must be 0…{count - 1}"),
+            _is_below(num_steps - 1, most_steps, f"num_steps must be 1…{most_steps}"),
+        ]
+        with tf.control_dependencies(valid):
+            calls = tf.gather_nd(self.calls, tf.stack([scheduler, num_steps - 1]))
+        return [
+            *valid,
+            tf.debugging.assert_positive(calls, "this scheduler has no such num_steps"),
+            tf.debugging.assert_non_negative(first, "first must not be negative"),
+            tf.debugging.assert_less_equal(first, start, "start must not be before first"),
+            tf.debugging.assert_less(start, calls, "start must be below the number of model calls"),
+        ]
 
 
-class DiffusionModel(Component):
-    def __init__(self, unet, config: PipelineConfig, geometry: Geometry, rewrites: Rewrites):
-        super().__init__([unet], rewrites)
-        self.tables = tables = SamplerTables(config.schedule, geometry.max_steps)
-
-        def check(num_steps, scheduler=None, first=0, start=0, **_):
-            if scheduler is None:
-                scheduler = tf.constant(default_sampler(config))
-            count = len(SAMPLERS)
-            valid = [
-                tf.debugging.assert_less(
-                    tf.cast(scheduler, "uint32"),
-                    tf.constant(count, "uint32"),
-                    f"scheduler must be 0…{count - 1}",
-                ),
-                tf.debugging.assert_less(
-                    tf.cast(num_steps - 1, "uint32"),
-                    tf.constant(geometry.max_steps, "uint32"),
-                    f"num_steps must be 1…{geometry.max_steps}",
-                ),
-            ]
-            with tf.control_dependencies(valid):
-                calls = tf.gather_nd(tables.calls, tf.stack([scheduler, num_steps - 1]))
-            return [
-                *valid,
-                tf.debugging.assert_positive(calls, "this scheduler has no such num_steps"),
-                tf.debugging.assert_non_negative(first, "first must not be negative"),
-                tf.debugging.assert_less_equal(first, start, "start must not be before first"),
-                tf.debugging.assert_less(
-                    start, calls, "start must be below the number of model calls"
-                ),
-            ]
-
-        self.declare(diffusion_model(unet, tables, config, geometry, traced_once), check)
-
-
-def _present(*layers):
-    """Only what a component runs is saved with it, not the VAE's other half."""
-    return [layer for layer in layers if layer is not None]
-
-
-class Decoder(Component):
-    """Pictures as numbers, or as PNG files."""
-
-    def __init__(self, vae, config: PipelineConfig, geometry: Geometry, rewrites: Rewrites):
-        super().__init__(_present(vae.post_quant_conv, vae.decoder), rewrites)
-        endpoints = decoder(vae, config, geometry, traced_once)
-        self.declare(endpoints)
-
-        def encode_png(images):
-            encoded = [tf.io.encode_png(image) for image in tf.unstack(images)]
-            return {"image_bytes": tf.stack(encoded)}
-
-        decode = endpoints["serving_default"]
-        png = {"png": self.compiled(decode.function), f"{PLAIN}png": decode.function}
-        for name, run in png.items():
-
-            def as_png(latent, run=run):
-                return encode_png(run(latent=latent)["generated_images"])
-
-            self.declare({name: Endpoint(as_png, decode.inputs, compiled=False)})
-
-
-class ImageEncoder(Component):
-    def __init__(self, vae, geometry: Geometry, rewrites: Rewrites):
-        super().__init__(_present(vae.encoder, vae.quant_conv), rewrites)
-        self.declare(image_encoder(vae, geometry, traced_once))
+def _is_below(value, limit: int, message: str):
+    """Assert 0 ≤ value < limit: as unsigned numbers, negative ones are large."""
+    return tf.debugging.assert_less(tf.cast(value, "uint32"), tf.constant(limit, "uint32"), message)

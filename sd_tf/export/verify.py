@@ -1,4 +1,4 @@
-"""Does the export compute what the models compute? Figures for the manifest, and a floor."""
+"""Check that an export computes what its models compute: figures for the manifest, and a floor."""
 
 import time
 
@@ -6,24 +6,17 @@ import numpy as np
 import tensorflow as tf
 
 from sd_tf.export.modules import PLAIN
-from sd_tf.manifest import VERSION_FOLDER, ExportError
+from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
+from sd_tf.runtime.psnr import psnr
 
-# dB below which nothing is published. Compared is the same precision with itself: what differs is
-# only the order of additions, which half precision makes visible.
+# Agreement in dB, below which nothing is published. Export and model are compared in the same
+# precision, so only the order of additions differs, which half precision makes visible.
 FLOORS = {"float32": 60.0, "bfloat16": 25.0, "float16": 35.0}
 STEPS = {"full": 2, "fast": 1}
 
 
-def psnr(reference, other) -> float:
-    """In dB, of the reference's own range; infinite where both are the same."""
-    reference, other = np.asarray(reference, "float64"), np.asarray(other, "float64")
-    error = np.mean(np.square(reference - other))
-    span = reference.max() - reference.min()
-    return float("inf") if error == 0 else float(10 * np.log10(max(span, 1e-12) ** 2 / error))
-
-
 def sample_inputs(specs: dict[str, tf.TensorSpec], component: str, level: str) -> dict:
-    """Fixed inputs for an endpoint, in the range of real ones."""
+    """Make fixed inputs for an endpoint, in the range of real ones."""
     rng = np.random.default_rng(0)
     known = {
         "num_steps": np.int32(STEPS[level]),
@@ -48,7 +41,7 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], component: str, level: str) -
 
 
 def eager(function, inputs: dict) -> dict[str, np.ndarray]:
-    """A reference: the bare models, operation by operation, nothing traced."""
+    """Compute the reference: run the bare models operation by operation, without tracing."""
     tf.config.run_functions_eagerly(True)
     try:
         outputs = function(**{key: tf.constant(value) for key, value in inputs.items()})
@@ -63,8 +56,13 @@ def endpoint_for(component: str) -> str:
     )
 
 
+def _span(values) -> float:
+    """Return the range of a reference, never 0."""
+    return max(float(np.ptp(np.asarray(values, "float64"))), 1e-12)
+
+
 def compare(component: str, folder, reference: dict, inputs: dict, level: str, precision: str):
-    """Reload the SavedModel and run it on the reference's inputs; returns figures, or raises."""
+    """Reload the SavedModel and compare its outputs with the reference; return the figures."""
     loaded = tf.saved_model.load(str(folder / component / VERSION_FOLDER))
     endpoint = endpoint_for(component)
     names = {"saved_model": PLAIN + endpoint, "saved_model_xla": endpoint}
@@ -77,7 +75,7 @@ def compare(component: str, folder, reference: dict, inputs: dict, level: str, p
         start = time.perf_counter()
         outputs = loaded.signatures[name](**{k: tf.constant(v) for k, v in inputs.items()})
         seconds = time.perf_counter() - start
-        worst = min(psnr(reference[key], outputs[key]) for key in reference)
+        worst = min(psnr(reference[k], outputs[k], _span(reference[k])) for k in reference)
         figures[label] = {"psnr_db": round(min(worst, 999.0), 1), "seconds": round(seconds, 2)}
         if not worst >= FLOORS[precision]:
             raise ExportError(

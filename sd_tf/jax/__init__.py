@@ -7,7 +7,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 
 _HOMES = {
     "JaxPipeline": "sd_tf.jax.pipeline",
-    "compile_pipeline": "sd_tf.jax.ahead",
+    "compile_pipeline": "sd_tf.jax.compile",
     "make_mesh": "sd_tf.jax.sharding",
 }
 __all__ = ["JaxPipeline", "compile_pipeline", "make_mesh"]

@@ -1,4 +1,4 @@
-"""What a TPU slice will hold and roughly take, before it is rented."""
+"""Estimate, without a TPU slice, the memory and time that a program takes on it."""
 
 import math
 import os
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from sd_tf.manifest import ExportError
+from sd_tf.runtime.manifest import ExportError
 
 GB = 1e9
 GIB = 2**30
 NO_CHIPS = "TPU_SKIP_MDS_QUERY"  # JAX sets it to 1 on a machine without a TPU
-# There libtpu would complain that it finds no name for the machine's TPU, and lock out others.
+# Without these, on such a machine, libtpu warns that its TPU has no name and locks out others.
 COMPILE_ONLY = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -23,14 +23,15 @@ COMPILE_ONLY = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A maker's published bfloat16 peak and bandwidth; the memory that its compiler gives away."""
+    """A TPU's published bfloat16 peak and bandwidth, and the memory that its compiler allots."""
 
     flops: float
     memory_bytes: float
     bandwidth: float
 
 
-# By the topology's first word; Google Cloud's documentation of each generation, and libtpu's limit.
+# By the topology's first word. From Google Cloud's documentation of each generation, and libtpu's
+# limit on memory.
 CHIPS = {
     "v5e": Chip(197e12, 15.75 * GIB, 800e9),
     "v5p": Chip(459e12, 95.73 * GIB, 2765e9),
@@ -44,10 +45,10 @@ class DoesNotFitError(ExportError):
 
 @dataclass(frozen=True)
 class Outlook:
-    """For one chip of a slice; times are estimates from published peaks."""
+    """Memory, work and time of one chip of a slice; times are estimates from published peaks."""
 
     weight_bytes: int
-    temporary_bytes: int  # of the program that wants the most
+    temporary_bytes: int  # of the program that needs the most
     code_bytes: int
     flops: float  # of one whole call
     accessed_bytes: float
@@ -62,7 +63,7 @@ class Outlook:
 
 
 def runs_of(calls: int) -> dict[str, int]:
-    """Program → how often a picture's call runs it, given the model calls of its loop."""
+    """Return how often a call runs each program, given the model calls of its loop."""
     return {
         "text_encoder.encode": 1,
         "diffusion_model.segment": calls,
@@ -71,7 +72,7 @@ def runs_of(calls: int) -> dict[str, int]:
 
 
 def outlook(reports: Mapping[str, dict], chip: Chip, runs: Mapping[str, int]) -> Outlook:
-    """From the compiler's figures, by program. A loop's body counts once in them: × its runs."""
+    """Add up the compiler's figures by program, times its runs: a loop's body counts once."""
     flops = accessed = seconds = 0.0
     for name, count in runs.items():
         report = reports[name]
@@ -106,14 +107,14 @@ def chip_of(topology: str) -> Chip:
 
 
 def slice_devices(topology: str) -> list[jax.Device]:
-    """The devices of a slice that is somewhere else: good for compiling, nothing more."""
+    """Return the devices of a slice that is not present: programs compile for them, no more."""
     chip_of(topology)
     if os.environ.get(NO_CHIPS) == "1":
         for name, value in COMPILE_ONLY.items():
             os.environ.setdefault(name, value)
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    except Exception as error:  # the plugin raises whatever it likes
+    except Exception as error:  # the plugin raises errors of many types
         raise ExportError(
             f"The topology {topology} cannot be described: {error}. It takes the package libtpu "
             f"(pip install 'sd_tf[tpu]') and a shape that the generation has, like v5e:2x2."
@@ -122,7 +123,7 @@ def slice_devices(topology: str) -> list[jax.Device]:
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """For the devices that it is lowered for, if what it holds fits one."""
+    """Compile for the devices that it is lowered for; DoesNotFitError if memory is too small."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -130,12 +131,19 @@ def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         if "RESOURCE_EXHAUSTED" not in reason:
             raise
         raise DoesNotFitError(
-            f"{reason} Fewer examples to a chip need less, and so does a narrower precision."
+            f"{reason} Give each chip fewer examples, or use a narrower precision."
         ) from error
 
 
 def table(label: str, weights: str, unit: str, run: str, rows: list[list[str]]) -> str:
-    """Of `row`s: what they are named by, what stays on a chip, what is made, and by what."""
+    """Format `row`s as a Markdown table.
+
+    Args:
+        label: what the rows are named by.
+        weights: what stays on a chip between runs.
+        unit: what a run makes, in the singular.
+        run: what one run is.
+    """
     headings = [
         label,
         f"{weights}, GB a chip",
@@ -151,7 +159,7 @@ def table(label: str, weights: str, unit: str, run: str, rows: list[list[str]]) 
 
 
 def row(label: str, found: Outlook, chip: Chip, made: int, chips: int) -> list[str]:
-    """Of a run that makes so many pictures, or learns from so many examples."""
+    """Format the cells of a run that makes `made` pictures, or learns from as many examples."""
     return [
         label,
         f"{found.weight_bytes / GB:.2f}",
@@ -166,12 +174,12 @@ def row(label: str, found: Outlook, chip: Chip, made: int, chips: int) -> list[s
 
 
 def no_row(label: str) -> list[str]:
-    """Of what does not fit."""
+    """Format the cells of a run that does not fit."""
     return [label, "–", "–", "does not fit", "–", "–", "–", "–"]
 
 
 def _three_digits(value: float) -> str:
-    """At least; never as a power of ten."""
+    """Format a number with at least three digits, never as a power of ten."""
     if math.isnan(value):
         return "–"
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else "0"

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sd_tf.manifest import ExportError
+from sd_tf.runtime.manifest import ExportError
 
 DATA, MODEL = "data", "model"
 UNET = "unet."
@@ -20,7 +20,7 @@ BY_INPUTS = ("to_out.0", "net.2", "conv2")
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, model: int = 1) -> Mesh:
-    """All devices (of all hosts), `model` of them to each copy of the UNet."""
+    """Arrange devices (None: all, of all hosts), `model` of them to each copy of the UNet."""
     devices = jax.devices() if devices is None else devices
     if model < 1 or len(devices) % model:
         raise ExportError(
@@ -43,7 +43,7 @@ def check_mesh(mesh: Mesh, batch_size: int) -> None:
 
 
 def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
-    """An input or output: its pictures over the data axis."""
+    """Return where an input or output lies: its pictures are divided over the data axis."""
     if rank == 0:
         return NamedSharding(mesh, PartitionSpec())
     before = (None,) if name == "history" else ()
@@ -51,7 +51,7 @@ def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
 
 
 def of_weight(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
-    """A weight by its checkpoint's name and Keras' shape: inputs before outputs."""
+    """Return where a weight lies, by its name and its shape in Keras: inputs before outputs."""
     parts = mesh.shape[MODEL]
     if parts == 1 or not name.startswith(UNET) or len(shape) < 2:
         return NamedSharding(mesh, PartitionSpec())
@@ -64,7 +64,7 @@ def of_weight(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
 
 
 def bytes_per_device(shardings: Mapping[str, NamedSharding], arrays: Mapping) -> int:
-    """Of arrays, or of their shapes and dtypes, placed like that."""
+    """Return the bytes on each device of arrays, or shapes and dtypes, under `shardings`."""
     return sum(
         math.prod(shardings[name].shard_shape(tuple(x.shape))) * np.dtype(x.dtype).itemsize
         for name, x in arrays.items()
@@ -72,7 +72,7 @@ def bytes_per_device(shardings: Mapping[str, NamedSharding], arrays: Mapping) ->
 
 
 def place(value, sharding: NamedSharding) -> jax.Array:
-    """On every host the same values are given, and each of its devices takes its part."""
+    """Place a value that all hosts have: each of their devices takes its part."""
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
     value = np.asarray(value)
@@ -80,7 +80,7 @@ def place(value, sharding: NamedSharding) -> jax.Array:
 
 
 def to_host(value) -> np.ndarray:
-    """All of it, on every host."""
+    """Return the whole value, on every host."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(value, tiled=True))
     return np.asarray(value)

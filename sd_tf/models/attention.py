@@ -1,4 +1,4 @@
-"""Attention, and the transformer that lets a picture attend to itself and to the prompt."""
+"""Attention, and the transformer in which a picture attends to itself and to the prompt."""
 
 from keras import ops
 
@@ -12,13 +12,13 @@ from sd_tf.models.layers import (
 )
 from sd_tf.models.lowering import rewrites
 
-# From so many keys on, the scores of all queries at once would not stay in the cache.
+# With at least this many keys, the scores of all queries together exceed the processor's cache.
 MANY_KEYS = 1024
 QUERY_BLOCK = 512
 
 
 def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False):
-    """q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax always in float32."""
+    """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax is always in float32."""
     head_dim = q.shape[-1] // num_heads
     wanted = rewrites()
     if wanted.fused_attention and mask is None and not upcast:
@@ -39,7 +39,7 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False):
 
 
 def _attend(q, k, v, mask=None):
-    """q (…, N, D), k and v (…, M, D) → (…, N, D)."""
+    """Attend per head: q (…, N, D), k and v (…, M, D) → (…, N, D)."""
     scores = ops.cast(ops.matmul(q, ops.swapaxes(k, -1, -2)), "float32")
     if mask is not None:
         scores = scores + mask
@@ -47,7 +47,7 @@ def _attend(q, k, v, mask=None):
 
 
 def _attend_in_blocks(q, k, v, mask):
-    """The same, some queries of one head at a time: their scores are used before they are cold."""
+    """Attend for a block of one head's queries at a time, so that its scores stay in the cache."""
     batch, heads, count, width = q.shape
     block = min(QUERY_BLOCK, count)
     per_head = -(-count // block)
@@ -68,7 +68,7 @@ def _attend_in_blocks(q, k, v, mask):
 
 
 class Attention(Block):
-    """Self-attention, or with `context` cross-attention; projections named as in the checkpoint."""
+    """Self-attention; with `context`, cross-attention. Projections have the checkpoint's names."""
 
     def __init__(
         self, channels, num_heads, context_dim=None, qkv_bias=False, upcast=False, dtype=None
@@ -76,7 +76,7 @@ class Attention(Block):
         super().__init__(dtype)
         if channels % num_heads:
             raise ValueError(
-                f"Attention divides its channels evenly among its heads. "
+                f"The number of channels must be a multiple of the number of heads. "
                 f"Received: {channels} channels, {num_heads} heads"
             )
         context_dim = channels if context_dim is None else context_dim
@@ -94,7 +94,7 @@ class Attention(Block):
 
 
 class GEGLU(Block):
-    """x → value · gelu(gate), both halves from one projection."""
+    """Gated activation: x → value · gelu(gate), where one projection gives value and gate."""
 
     def __init__(self, channels, inner, activation, dtype=None):
         super().__init__(dtype)
@@ -107,10 +107,12 @@ class GEGLU(Block):
 
 
 class FeedForward(Block):
+    """GEGLU to four times the width, and a projection back."""
+
     def __init__(self, channels, activation, dtype=None):
         super().__init__(dtype)
         inner = 4 * channels
-        # The checkpoint counts a dropout between the two.
+        # Index 1 is a dropout in the checkpoint's numbering.
         self.net = [
             GEGLU(channels, inner, activation, dtype),
             None,
@@ -122,7 +124,7 @@ class FeedForward(Block):
 
 
 class TransformerBlock(Block):
-    """Self-attention, cross-attention, feed-forward: each behind a norm, around a shortcut."""
+    """Self-attention, cross-attention and feed-forward, each with a norm before and a shortcut."""
 
     def __init__(self, channels, num_heads, config, dtype=None):
         super().__init__(dtype)
@@ -141,7 +143,7 @@ class TransformerBlock(Block):
 
 
 class SpatialTransformer(Block):
-    """A picture (B, h, w, C) as h·w tokens through `depth` transformer blocks."""
+    """Passes a picture (B, h, w, C), as h·w tokens, through `depth` transformer blocks."""
 
     def __init__(self, channels, num_heads, depth, config, dtype=None):
         super().__init__(dtype)

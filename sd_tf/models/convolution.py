@@ -1,7 +1,7 @@
-"""3×3 convolutions of stride 1, NHWC, zero-padded, by the algorithm that a map's size asks for.
+"""3×3 convolutions of stride 1 (NHWC, zero-padded), by the algorithm that suits the map's size.
 
-`kernel` is (3, 3, C, K). What is computed from a kernel alone depends on no input, so XLA moves it
-out of the loop around the model.
+`kernel` is (3, 3, C, K). Transformed kernels depend on no input, so XLA computes them once, outside
+the loop over the sampler's steps.
 """
 
 import numpy as np
@@ -9,8 +9,8 @@ from keras import backend, ops
 
 from sd_tf.models.lowering import rewrites
 
-# Winograd's minimal filtering F(4×4, 3×3), Lavin and Gray 2016: a tile of 6×6 pixels and a kernel,
-# both transformed, are multiplied element by element and give 4×4 pixels.
+# Winograd's minimal filtering F(4×4, 3×3), Lavin and Gray 2016: a tile of 6×6 pixels and a kernel
+# are both transformed and multiplied element by element, which gives 4×4 pixels.
 PIXELS = 4
 TILE = 6
 TO_TILE = np.array(
@@ -41,22 +41,22 @@ TO_PIXELS = np.array(
         [0, 1, -1, 8, -8, 1],
     ]
 )
-# Fewer tiles than this in a batch do not pay for reading a kernel of four times the size, and the
-# largest kernels, which small maps have, are not worth their memory.
+# A transformed kernel has four times the size: with fewer tiles than this in a batch, reading it
+# costs more than it saves. The largest kernels, those of small maps, are not worth their memory.
 MIN_TILES = 32
 MIN_CHANNELS = 48
 MAX_KERNEL_BYTES = 200_000_000
-# More tiles than a block are worked off in blocks of rows, which stay in the cache.
+# More tiles than this are computed in blocks of rows, which stay in the cache.
 BLOCK_TILES = 256
 
-# On maps of so few pixels XLA's own convolution is many times slower than a matrix product.
+# On maps of at most this many pixels, XLA's own convolution is far slower than a matrix product.
 SMALL_MAP = 4
-# Four convolutions of 2×2 on maps of fewer pixels take longer than one of 3×3.
+# On maps of fewer pixels than this, four 2×2 convolutions take longer than one 3×3.
 MIN_PHASE_MAP = 64
 
 
 def convolve(x, kernel):
-    """x (B, h, w, C) → (B, h, w, K)."""
+    """Convolve x (B, h, w, C) → (B, h, w, K)."""
     _, height, width, _ = x.shape
     wanted = rewrites()
     if wanted.small_maps and height * width <= SMALL_MAP:
@@ -67,7 +67,7 @@ def convolve(x, kernel):
 
 
 def convolve_doubled(x, kernel, size):
-    """x (B, h, w, C) → (B, *size, K): doubled both ways, cut to `size` if odd, then convolved."""
+    """Double x (B, h, w, C) both ways, crop it to `size`, and convolve it → (B, *size, K)."""
     _, height, width, channels = x.shape
     is_doubled = size == (2 * height, 2 * width)
     if rewrites().upsample_phases and is_doubled and height * width >= MIN_PHASE_MAP:
@@ -79,7 +79,7 @@ def convolve_doubled(x, kernel, size):
 
 
 def by_patches(x, kernel):
-    """Each pixel's nine neighbours side by side, times the kernel as one matrix."""
+    """Convolve as one matrix product: each pixel's 3×3 neighbourhood times the kernel."""
     _, height, width, channels = x.shape
     padded = ops.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     patches = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
@@ -87,7 +87,10 @@ def by_patches(x, kernel):
 
 
 def by_phases(x, kernel):
-    """Of a doubled map, three taps see two pixels: four convolutions of 2×2, one per phase."""
+    """Double and convolve x by four 2×2 convolutions, one for each parity of the output pixel.
+
+    In a doubled map three taps fall on only two different pixels, so their weights can be added.
+    """
     _, height, width, _ = x.shape
     padded = ops.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     rows = [ops.stack([kernel[0], kernel[1] + kernel[2]])]
@@ -104,11 +107,12 @@ def by_phases(x, kernel):
 
 
 def by_winograd(x, kernel):
+    """Convolve by Winograd's minimal filtering, all tiles at once or in blocks of rows."""
     batch, height, width, channels = x.shape
     filters = kernel.shape[-1]
     down, across = -(-height // PIXELS), -(-width // PIXELS)  # tiles
     kernel = transform_kernel(kernel)
-    # A tile begins one pixel up and left, and reaches two into the next one.
+    # A tile begins one pixel above and left of its output, and reaches two into the next tile.
     rows, columns = PIXELS * (down + 1), PIXELS * (across + 1)
     x = ops.pad(x, ((0, 0), (1, rows - height - 1), (1, columns - width - 1), (0, 0)))
 
@@ -130,14 +134,14 @@ def by_winograd(x, kernel):
 
 
 def transform_kernel(kernel):
-    """(3, 3, C, K) → (36, C, K)."""
+    """Transform a kernel for Winograd's algorithm: (3, 3, C, K) → (36, C, K)."""
     matrix = np.kron(TO_KERNEL, TO_KERNEL).astype("float32")
     flat = ops.reshape(kernel, (9, -1))
     return ops.reshape(ops.matmul(matrix, flat), (TILE * TILE, *kernel.shape[2:]))
 
 
 def _tiles(x, kernel):
-    """x (B, down + 1, 4, columns, C) → (B, 4·down, columns - 4, K), of which 4·across are asked."""
+    """Convolve rows of tiles: x (B, down + 1, 4, columns, C) → (B, 4·down, columns - 4, K)."""
     batch, down, _, columns, channels = x.shape
     down, across, filters = down - 1, columns // PIXELS - 1, kernel.shape[-1]
     overlap = TILE - PIXELS
@@ -156,7 +160,7 @@ def _tiles(x, kernel):
 
 
 def _combine(matrix, parts, axis=0):
-    """The matrix times the list of arrays, as sums: most of its numbers are 0 or ±1."""
+    """Multiply the matrix by the list of arrays, as sums: most of its numbers are 0 or ±1."""
     rows = []
     for factors in matrix:
         total = None
@@ -177,7 +181,7 @@ def _winograd_pays(x, kernel) -> bool:
     filters = kernel.shape[-1]
     return (
         batch is not None
-        and backend.standardize_dtype(x.dtype) == "float32"  # half precision has no digits to lose
+        and backend.standardize_dtype(x.dtype) == "float32"  # half precision is too coarse for it
         and batch * (height // PIXELS) * (width // PIXELS) >= MIN_TILES
         and min(channels, filters) >= MIN_CHANNELS
         and TILE * TILE * channels * filters * 4 <= MAX_KERNEL_BYTES
@@ -185,7 +189,7 @@ def _winograd_pays(x, kernel) -> bool:
 
 
 def _block_rows(batch, down, across) -> int | None:
-    """Rows of tiles that a block takes, a divisor of `down`; None: all at once."""
+    """Return the rows of tiles in a block, a divisor of `down`, or None for all at once."""
     if batch * down * across <= 2 * BLOCK_TILES:
         return None
     wanted = max(1, BLOCK_TILES // across)

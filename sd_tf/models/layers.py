@@ -1,7 +1,7 @@
-"""The layer kinds that the models are made of, each built with its variables at construction.
+"""The kinds of layers that the models consist of; each creates its variables when constructed.
 
-Dense and convolution layers are Keras' own. Norms keep their statistics in float32 under every
-dtype policy. All weights start at zero: they come from a checkpoint or from a trainer.
+Dense and convolution layers are Keras' own. Norms compute their statistics in float32 under every
+dtype policy. All weights start at zero: a checkpoint or a trainer fills them.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from sd_tf.models.convolution import convolve, convolve_doubled
 
 @contextlib.contextmanager
 def deferred_variables():
-    """Inside, models get variables with a shape and a dtype but no storage.
+    """Create variables with a shape and a dtype but no storage in models built inside this context.
 
-    A weight loader fills them one by one; nothing is allocated twice. Keras keeps a list of such
-    variables in order to zero them later, which would allocate a model that is only being looked
-    at: those made here are taken off it again.
+    A weight loader fills them one by one, so that nothing is allocated twice. Keras lists such
+    variables in order to initialize them later, which would allocate models whose shapes alone are
+    wanted. Those created here are removed from that list.
     """
     pending = global_state.get_global_attribute("uninitialized_variables", [], set_to_default=True)
     before = len(pending)
@@ -32,7 +32,7 @@ def deferred_variables():
 
 
 class Block(keras.layers.Layer):
-    """A composite layer: leaves its inputs' dtypes alone, its leaves cast for themselves."""
+    """A layer composed of others. It does not cast its inputs: the layers inside cast their own."""
 
     def __init__(self, dtype=None):
         super().__init__(dtype=dtype, autocast=False)
@@ -48,7 +48,7 @@ def dense(in_features, out_features, use_bias=True, dtype=None):
 
 
 class PointwiseConv(keras.layers.Dense):
-    """A 1×1 convolution, computed as the matrix product that it is; stored as a convolution."""
+    """A 1×1 convolution: computed as a matrix product, stored in checkpoints as a convolution."""
 
 
 def pointwise_conv(in_channels, out_channels, dtype=None):
@@ -58,7 +58,7 @@ def pointwise_conv(in_channels, out_channels, dtype=None):
 
 
 class Conv(keras.layers.Conv2D):
-    """A 3×3 convolution; with `doubled_to`, of the input with every pixel doubled both ways."""
+    """A 3×3 convolution. With `doubled_to`, its input is first doubled to that height and width."""
 
     def call(self, x, doubled_to=None):
         kernel = ops.convert_to_tensor(self.kernel)
@@ -74,7 +74,7 @@ def conv(in_channels, out_channels, dtype=None):
 
 
 def strided_conv(in_channels, out_channels, dtype=None):
-    """A 3×3 convolution of stride 2; the caller pads, because the models disagree on how."""
+    """Return a 3×3 convolution of stride 2 without padding: UNet and VAE pad it differently."""
     layer = keras.layers.Conv2D(
         out_channels, 3, strides=2, padding="valid", kernel_initializer="zeros", dtype=dtype
     )
@@ -89,7 +89,7 @@ def embedding(count, width, dtype=None):
 
 
 class Norm(keras.layers.Layer):
-    """Scale and bias behind a normalisation in float32."""
+    """A normalisation in float32, with a learnt scale and bias."""
 
     def __init__(self, width, epsilon, dtype=None):
         super().__init__(dtype=dtype, autocast=False)
@@ -114,16 +114,17 @@ class GroupNorm(Norm):
     def __init__(self, width, groups, epsilon, dtype=None):
         if width % groups:
             raise ValueError(
-                f"GroupNorm divides its channels evenly. "
+                f"The number of channels must be a multiple of GroupNorm's groups. "
                 f"Received: {width} channels, {groups} groups"
             )
         super().__init__(width, epsilon, dtype)
         self.groups = groups
 
     def normalize(self, x, scale, bias):
-        """One factor and one shift for each channel of each picture, so that a gradient needs two
-        sums over the pixels, of which all others follow. (The variance does not change with where
-        it is centered, to first order: there is no gradient to carry through that.)
+        """Apply one factor and one shift to each channel of each picture.
+
+        A gradient then needs only two sums over the pixels. No gradient flows through the mean that
+        centers the variance: to first order, the variance does not depend on it.
         """
         mean = self.group_means(x)
         variance = self.group_means(ops.square(x - ops.stop_gradient(mean)))
@@ -131,8 +132,10 @@ class GroupNorm(Norm):
         return x * factor + (bias - mean * factor)
 
     def group_means(self, values):
-        """(B, h, w, C) → (B, 1, 1, C). Pixels first: channels stay side by side in memory, and are
-        added up many at once. A group alone, of 3 or 10 channels, would leave a vector unit idle.
+        """Give each channel its group's mean: (B, h, w, C) → (B, 1, 1, C).
+
+        Pixels are averaged first, because channels lie side by side in memory and fill the vector
+        units; a single group of 3 or 10 channels would not.
         """
         channels = values.shape[-1]
         size = channels // self.groups
@@ -154,7 +157,7 @@ class Downsample(Block):
 
 
 class Upsample(Block):
-    """Every pixel doubled in both directions, cut to `size` where that was odd, a convolution."""
+    """Doubles every pixel in both directions, crops to `size` (for odd sizes), and convolves."""
 
     def __init__(self, channels, dtype=None):
         super().__init__(dtype)
@@ -166,7 +169,7 @@ class Upsample(Block):
 
 
 class ResnetBlock(Block):
-    """Two convolutions around a shortcut; with `time_dim`, the time embedding enters between."""
+    """Two convolutions with a shortcut; with `time_dim`, the time embedding is added in between."""
 
     def __init__(self, in_channels, out_channels, groups, epsilon, time_dim=None, dtype=None):
         super().__init__(dtype)
@@ -190,7 +193,7 @@ class ResnetBlock(Block):
 
 
 def sinusoid(positions, width, max_period=10000.0):
-    """positions (B,) → (B, width) float32: cosines, then sines, of falling frequencies."""
+    """Embed positions (B,) → (B, width) float32: cosines, then sines, of falling frequencies."""
     half = width // 2
     exponents = ops.arange(half, dtype="float32") * (-math.log(max_period) / half)
     angles = ops.cast(positions, "float32")[:, None] * ops.exp(exponents)[None, :]

@@ -1,11 +1,11 @@
-"""Other ways to write the same computation, for targets whose compiler does better with them.
+"""Rewrites: equivalent forms of a computation that one target's compiler turns into faster code.
 
-A model is written once, as its papers have it. Whoever traces it may ask for rewrites:
+A model is written once, as its papers have it. Code that traces it can request rewrites:
 
     with lowered(TARGETS["cpu"]):
         graph = tf.function(unet).get_concrete_function(...)
 
-Layers ask `rewrites()` while they are traced. Weights and results stay the same, up to rounding.
+Layers read `rewrites()` while they are traced. Weights and results stay the same, up to rounding.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Rewrites:
-    """What each of them does stands where it is done: `convolution` and `attention`."""
+    """The rewrites, each on or off. `convolution.py` and `attention.py` implement them."""
 
     winograd: bool = False
     upsample_phases: bool = False
@@ -29,18 +29,18 @@ class Rewrites:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are on."""
+        """The names of the rewrites that are on."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name))
 
 
 AS_WRITTEN = Rewrites()
 NAMES = tuple(field.name for field in fields(Rewrites))
 
-# What XLA's code for each target gains from. Measured: docs/performance.md.
+# The rewrites that make XLA's code faster on each target, as measured in docs/performance.md.
 TARGETS = {
     "cpu": Rewrites(winograd=True, upsample_phases=True, small_maps=True, query_blocks=True),
     "gpu": Rewrites(fused_attention=True),
-    # Keras 3.15's fused attention takes a causal mask on a TPU where none is given.
+    # On a TPU, Keras 3.15's fused attention applies a causal mask even if none is given.
     "tpu": AS_WRITTEN,
 }
 
@@ -48,12 +48,13 @@ _rewrites = ContextVar("rewrites", default=AS_WRITTEN)
 
 
 def rewrites() -> Rewrites:
+    """Return the rewrites that are in force where a model is being traced."""
     return _rewrites.get()
 
 
 @contextlib.contextmanager
 def lowered(wanted: Rewrites):
-    """Inside, models are traced with these rewrites."""
+    """Trace models with the rewrites `wanted` inside this context."""
     token = _rewrites.set(wanted)
     try:
         yield

@@ -1,4 +1,4 @@
-"""CLIP's text transformer: token ids → the context that the UNet attends to."""
+"""CLIP's text transformer: token ids → the context that a denoiser attends to."""
 
 import numpy as np
 from keras import ops
@@ -29,7 +29,7 @@ class SelfAttention(Block):
         self.out_proj = dense(width, width, dtype=dtype)
 
     def call(self, x):
-        # A token sees itself and what stands before it.
+        # A token attends to itself and to the tokens before it.
         mask = np.triu(np.full((x.shape[1], x.shape[1]), -np.inf, "float32"), k=1)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.out_proj(scaled_dot_product(q, k, v, self.num_heads, mask))
@@ -60,7 +60,10 @@ class EncoderLayer(Block):
 
 
 class Encoder(Block):
-    """All layers in turn; gives the context's layer and, if asked for, the last one."""
+    """Applies the layers in turn; returns the output of the context's layer and of the last one.
+
+    Without `need_last` it stops at the context's layer.
+    """
 
     def __init__(self, config, dtype=None):
         super().__init__(dtype)
@@ -87,7 +90,7 @@ class TextTransformer(Block):
 
 
 class TextEncoder(Block):
-    """tokens int32 (B, 77) → {"context" (B, 77, D)} and, with a projection, {"pooled" (B, P)}."""
+    """Maps tokens int32 (B, 77) to {"context": (B, 77, D)}; a projection adds "pooled" (B, P)."""
 
     def __init__(self, config, dtype=None):
         super().__init__(dtype)
@@ -113,7 +116,7 @@ class TextEncoder(Block):
         return outputs
 
     def end_position(self, tokens):
-        """(B,) index of the first end token."""
+        """Return the index (B,) of each row's first end token."""
         eos = self.config.eos_token_id
         if eos is None:
             return ops.argmax(tokens, axis=1)

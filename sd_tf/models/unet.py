@@ -1,4 +1,4 @@
-"""The denoiser: noisy latents, a timestep and a text context → the model's prediction."""
+"""The UNet denoiser: noisy latents, a timestep and a text context → the model's prediction."""
 
 from keras import ops
 
@@ -18,7 +18,7 @@ BOTH_SIDES = ((1, 1), (1, 1))
 
 
 class TimestepEmbedding(Block):
-    """A sinusoid through two dense layers; LCM adds an embedding of its guidance scale first."""
+    """Two dense layers over a sinusoid, to which LCM first adds its embedded guidance scale."""
 
     def __init__(self, in_dim, out_dim, condition_dim=None, dtype=None):
         super().__init__(dtype)
@@ -35,7 +35,7 @@ class TimestepEmbedding(Block):
 
 
 class Stage(Block):
-    """One resolution: resnets, each followed by a transformer where its depth is not 0."""
+    """The layers of one resolution: resnets, each followed by a transformer if its depth is > 0."""
 
     def __init__(self, in_channels, out_channels, depths, num_heads, config, dtype=None):
         super().__init__(dtype)
@@ -63,7 +63,7 @@ class DownBlock(Stage):
         self.downsamplers = [Downsample(out_channels, BOTH_SIDES, dtype)] if downsample else []
 
     def call(self, x, time_embedding, context):
-        """Returns the result and everything that the way up will want to see again."""
+        """Return the result and the skip connections for the way up."""
         skips = []
         for resnet, attention in zip(self.resnets, self.attentions, strict=True):
             x = resnet(x, time_embedding)
@@ -77,7 +77,7 @@ class DownBlock(Stage):
 
 
 class MidBlock(Stage):
-    """Resnet, transformer, resnet; without a transformer, the first resnet alone."""
+    """Resnet, transformer and resnet; with depth 0, a single resnet."""
 
     def __init__(self, channels, depth, num_heads, config, dtype=None):
         inputs = (channels, channels) if depth else (channels,)
@@ -101,7 +101,7 @@ class UpBlock(Stage):
         self.upsamplers = [Upsample(out_channels, dtype)] if upsample else []
 
     def call(self, x, skips, time_embedding, context, size=None):
-        """`size` is the height and width of the next level, where it is not simply twice ours."""
+        """Apply the block; `size` is the next level's height and width (None: twice this one's)."""
         for resnet, attention, skip in zip(self.resnets, self.attentions, skips, strict=True):
             x = resnet(ops.concatenate([x, skip], axis=-1), time_embedding)
             if attention is not None:
@@ -112,7 +112,7 @@ class UpBlock(Stage):
 
 
 class UNet(Block):
-    """See `call`. The loop around it, guidance and samplers are not its business."""
+    """Predicts noise or velocity at one noise level; the sampling loop and guidance are outside."""
 
     def __init__(self, config, dtype=None):
         super().__init__(dtype)
@@ -168,10 +168,10 @@ class UNet(Block):
         self.conv_out = conv(channels[0], config.out_channels, dtype=dtype)
 
     def call(self, latents, timesteps, context, pooled=None, time_ids=None, guidance=None):
-        """latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
+        """Predict: latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
 
-        SDXL also takes `pooled` (B, 1280) and `time_ids` (B, 6), the refiner (B, 5); LCM takes
-        `guidance`, the embedded guidance scale (B, guidance_embed_dim).
+        SDXL also takes `pooled` (B, 1280) and `time_ids` (B, 6; the refiner's: B, 5). LCM also
+        takes `guidance`, the embedded guidance scale (B, guidance_embed_dim).
         """
         embedding = self.embed(timesteps, pooled, time_ids, guidance)
         x = self.conv_in(latents)
@@ -182,13 +182,13 @@ class UNet(Block):
         if self.mid_block is not None:
             x = self.mid_block(x, embedding, context)
         for block in self.up_blocks:
-            mine = [skips.pop() for _ in block.resnets]  # the latest first
+            mine = [skips.pop() for _ in block.resnets]  # the last one first
             size = tuple(skips[-1].shape[1:3]) if skips else None
             x = block(x, mine, embedding, context, size=size)
         return self.conv_out(ops.silu(self.conv_norm_out(x)))
 
     def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):
-        """What depends on no latent: the embedding (B, time_embed_dim) of a step's conditions."""
+        """Embed everything that depends on no latent: timesteps and added conditions → (B, D)."""
         embedding = self.time_embedding(sinusoid(timesteps, self.config.channels[0]), guidance)
         if self.add_embedding is None:
             return embedding

@@ -23,7 +23,7 @@ def resnet(in_channels, out_channels, config, dtype):
 
 
 class AttentionBlock(Block):
-    """Every pixel attends to every other, with one head."""
+    """Self-attention among all pixels, with one head."""
 
     def __init__(self, channels, config, dtype=None):
         super().__init__(dtype)
@@ -126,7 +126,7 @@ class Decoder(Block):
 
 
 class VAE(Block):
-    """`encode` and `decode` as the checkpoint defines them: latents here are not scaled."""
+    """The autoencoder, with `encode` and `decode`. Latents are as the checkpoint's, not scaled."""
 
     def __init__(self, config, dtype=None):
         super().__init__(dtype)
@@ -142,7 +142,7 @@ class VAE(Block):
         self.decoder = Decoder(config, dtype)
 
     def encode(self, images):
-        """images (B, H, W, 3) → mean and log-variance of the posterior, each (B, h, w, 4)."""
+        """Encode images (B, H, W, 3) → the posterior's mean and log-variance, each (B, h, w, 4)."""
         moments = self.encoder(images)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
@@ -150,7 +150,7 @@ class VAE(Block):
         return mean, ops.clip(log_variance, *LOG_VARIANCE_RANGE)
 
     def decode(self, latents):
-        """latents (B, h, w, 4), not scaled → images (B, H, W, 3), about [-1, 1]."""
+        """Decode unscaled latents (B, h, w, 4) → images (B, H, W, 3), about in [-1, 1]."""
         if self.post_quant_conv is not None:
             latents = self.post_quant_conv(latents)
         return self.decoder(latents)

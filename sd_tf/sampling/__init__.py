@@ -1,1 +1,1 @@
-"""Samplers as tables (NumPy), noise from seeds, guidance, and the loop over a table (keras.ops)."""
+"""Noise schedules and samplers as tables (NumPy); noise, guidance and the loop (keras.ops)."""

@@ -1,19 +1,19 @@
 """The diffusion loop: gather a row of the sampler's table, call the model, combine.
 
-The loop's state is the sample and the last predictions; noise schedule, sampler and step count are
-all in the table, so none of them is compiled in.
+The loop's state is the sample and the last predictions. Noise schedule, sampler and step count are
+in the table, so none of them is compiled in.
 """
 
 from keras import ops
 
 from sd_tf.sampling import noise as noise_source
-from sd_tf.sampling.tables import COLUMNS, HISTORY, VARIANTS
+from sd_tf.sampling.rows import COLUMNS, HISTORY, VARIANTS
 
 COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
 
 def guide(unconditional, conditional, scale, rescale=0.0):
-    """Classifier-free guidance (Ho and Salimans 2022), with the rescaling of Lin et al. 2023."""
+    """Apply classifier-free guidance (Ho and Salimans 2022), rescaled as in Lin et al. 2023."""
     guided = unconditional + scale * (conditional - unconditional)
     if not rescale:
         return guided
@@ -23,12 +23,12 @@ def guide(unconditional, conditional, scale, rescale=0.0):
 
 
 def guide_edit(full, image_only, neither, scale, image_scale):
-    """InstructPix2Pix's two guidances (Brooks et al. 2022, eq. 3): by the text, by the picture."""
+    """Apply InstructPix2Pix's guidances by text and by picture (Brooks et al. 2022, eq. 3)."""
     return neither + scale * (full - image_only) + image_scale * (image_only - neither)
 
 
 def _std(x, axes):
-    """Unbiased, as in diffusers."""
+    """Return the unbiased standard deviation over `axes`, as diffusers computes it."""
     count = 1
     for axis in axes:
         count *= x.shape[axis]
@@ -37,11 +37,12 @@ def _std(x, axes):
 
 
 def empty_history(latents):
+    """Return the predictions of a walk that has not begun: zeros."""
     return ops.zeros((HISTORY, *latents.shape), dtype="float32")
 
 
 def denoise(predict, rows, latents, history, first, start, stop, seeds):
-    """Rows [start, stop) of a run that began at row `first`; returns latents and history.
+    """Walk rows [start, stop) of a run that began at row `first`; return latents and history.
 
     `rows(i, variant)` gives a row of the table, `predict(x, timestep)` the guided model output.
     """

@@ -14,7 +14,7 @@ INITIAL = 0  # the stream of the start noise; step i draws from stream i + 1
 
 
 def threefry(key, counter):
-    """Two uint32 words each → two uint32 words, 20 rounds; shapes broadcast."""
+    """Encrypt a counter with a key, two uint32 words each, in 20 rounds; shapes broadcast."""
     keys = (*key, ops.bitwise_xor(ops.bitwise_xor(*key), ops.cast(PARITY, "uint32")))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):
@@ -33,7 +33,7 @@ def _rotated(x, bits):
 
 
 def normal(seeds, stream, shape):
-    """seeds int32 (B,), stream int32 () → standard normals (B, *shape), float32."""
+    """Draw standard normals (B, *shape), float32, from seeds int32 (B,) and a stream int32 ()."""
     pairs = math.prod(shape) // 2
     key = (ops.cast(seeds, "uint32")[:, None], ops.cast(stream, "uint32"))
     place = ops.cast(ops.arange(pairs, dtype="int32"), "uint32")[None]

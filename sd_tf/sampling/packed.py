@@ -1,16 +1,20 @@
-"""All samplers and step counts in a few arrays, so that which to take is an input of a call."""
+"""All samplers and step counts in a few arrays, so that a call can choose among them."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from sd_tf.config import SAMPLERS, ConfigError, ScheduleConfig
-from sd_tf.sampling.tables import steps
+from sd_tf.sampling.tables import check_sampler, steps
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The rows of all runs behind one another; a run is found by sampler and step count."""
+    """The rows of all runs behind one another; a run is found by sampler and step count.
+
+    Samplers that cannot walk the schedule keep their place, with no calls and no rows.
+    """
 
     rows: np.ndarray  # (all calls, VARIANTS, len(COLUMNS))
     signals: np.ndarray  # (all calls,)
@@ -19,11 +23,20 @@ class Packed:
     calls: np.ndarray  # (samplers, max_steps): its number of rows, 0 where there is no such run
     scales: np.ndarray  # (samplers, max_steps)
 
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Each sampler's number, its row of `starts`, `calls` and `scales`."""
+        return {name: i for i, name in enumerate(SAMPLERS) if self.calls[i].any()}
+
     def calls_by_sampler(self) -> dict[str, list[int]]:
-        return dict(zip(SAMPLERS, self.calls.tolist(), strict=True))
+        """Return the model calls for 1…max_steps steps; 0 where a sampler has no such run."""
+        return {name: self.calls[number].tolist() for name, number in self.numbers.items()}
 
 
+@functools.lru_cache(maxsize=2)  # an export asks for the same tables several times
 def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
+    """Make the tables of every sampler that can walk the schedule, for 1…max_steps steps."""
+    check_sampler(schedule, schedule.sampler)
     rows, starts, calls, scales, signals, sigmas = [], [], [], [], [], []
     offset = 0
     for sampler in SAMPLERS:
@@ -31,7 +44,7 @@ def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
             starts.append(offset)
             try:
                 run = steps(schedule, sampler, count)
-            except ConfigError:  # not every sampler has every step count
+            except ConfigError:  # not every sampler has every schedule and step count
                 calls.append(0)
                 scales.append(1.0)
                 continue

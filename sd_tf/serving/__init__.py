@@ -1,1 +1,1 @@
-"""Exports behind a server, and what talks to one; `python -m sd_tf.serving` lists the commands."""
+"""Exports behind a server, and what talks to one; `sd-tf serve` lists the commands."""

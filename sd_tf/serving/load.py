@@ -1,11 +1,10 @@
-"""`python -m sd_tf.serving load --url http://…`: how much a running application takes.
+"""Measure how much load a running application takes.
 
-So many clients at once, each asking for the next picture when it has one, for so long. Every answer
-is compared with the first one for its seed: a mixed-up picture is counted, not averaged away. Two
-pictures are the same where they differ by rounding alone, which can depend on the place in a batch.
+A number of clients ask at once, each for the next picture when it has one. Every answer is compared
+with the first one for its seed, so that a mixed-up picture is counted, not averaged away. Two
+pictures are the same if they differ by rounding alone, which can depend on the place in a batch.
 """
 
-import argparse
 import base64
 import http.client
 import io
@@ -14,12 +13,14 @@ import statistics
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 from PIL import Image
+
+from sd_tf.serving.tf_serving import ServingError
 
 SEEDS = 16  # different pictures that are asked for
 ROUNDING = 1  # of 255 levels
@@ -27,44 +28,50 @@ BUSY_PAUSE = 0.2  # seconds after an answer of "busy"
 MOST_CLIENTS, LONGEST = 256, 600.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the application")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each number of clients")
-    parser.add_argument("--prompt", default="a large red star on a dark blue background")
-    parser.add_argument("--num_steps", type=int, default=20)
-    parser.add_argument("--guidance_scale", type=float, default=4.0)
-    parser.add_argument("--output", help="JSON file")
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which application is asked, by how many clients, for how long, and for what."""
+
+    url: str = "http://127.0.0.1:8000"
+    clients: Sequence[int] = (1, 4, 16, 64)
+    seconds: float = 60.0  # for each number of clients
+    prompt: str = "a large red star on a dark blue background"
+    num_steps: int = 20
+    guidance_scale: float = 4.0
+    token: str | None = field(default=None, repr=False)  # the application's key
+
+    def check(self) -> SplitResult:
+        """Check all fields; return the parts of the URL."""
+        if not 0 < self.seconds <= LONGEST:
+            raise ServingError(f"`seconds` is above 0 to {LONGEST:g}. Received: {self.seconds}")
+        for clients in self.clients:
+            if not 1 <= clients <= MOST_CLIENTS:
+                raise ServingError(f"`clients` are 1 to {MOST_CLIENTS} each. Received: {clients}")
+        url = urlsplit(self.url)
+        if url.scheme != "http" or not url.hostname:
+            raise ServingError(f"`url` is http://host:port. Received: {self.url!r}")
+        return url
 
 
-def run(options: argparse.Namespace) -> int:
-    if not 0 < options.seconds <= LONGEST:
-        raise ValueError(f"--seconds is above 0 to {LONGEST:g}. Received: {options.seconds}")
-    for clients in options.clients:
-        if not 1 <= clients <= MOST_CLIENTS:
-            raise ValueError(f"--clients are 1 to {MOST_CLIENTS} each. Received: {clients}")
-    url = urlsplit(options.url)
-    if url.scheme != "http" or not url.hostname:
-        raise ValueError(f"--url is http://host:port. Received: {options.url!r}")
+def measure_load(options: LoadOptions, report: Callable[[str], None]) -> list[dict]:
+    """Measure with each number of clients in turn, and report a line for each."""
+    url = options.check()
     records, first = [], {}
     for clients in options.clients:
         record = measure(url, options, clients, first)
         records.append(record)
-        print(
+        report(
             f"{clients:3d} clients: {record['pictures_per_second']:6.2f} pictures/s, "
             f"p50 {record['p50']:.2f} s, p95 {record['p95']:.2f} s, "
             f"{record['pictures']} pictures, {record['busy']} told to come back, "
-            f"{record['wrong']} wrong, {record['failed']} failed",
-            flush=True,
+            f"{record['wrong']} wrong, {record['failed']} failed"
         )
-    if options.output is not None:
-        Path(options.output).write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    return int(any(record["wrong"] or record["failed"] for record in records))
+    return records
 
 
 @dataclass
 class Seen:
-    """By all clients of one measurement."""
+    """What the clients of one measurement have seen together."""
 
     first: dict[int, np.ndarray]  # seed → the picture that was given for it
     seconds: list[float] = field(default_factory=list)
@@ -72,7 +79,7 @@ class Seen:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def measure(url, options: argparse.Namespace, clients: int, first: dict[int, np.ndarray]) -> dict:
+def measure(url, options: LoadOptions, clients: int, first: dict[int, np.ndarray]) -> dict:
     seen = Seen(first)
     start = time.perf_counter()
     threads = [
@@ -96,8 +103,8 @@ def measure(url, options: argparse.Namespace, clients: int, first: dict[int, np.
     }
 
 
-def _ask(url, options: argparse.Namespace, number: int, start: float, seen: Seen) -> None:
-    """One client, until the time is over."""
+def _ask(url, options: LoadOptions, number: int, start: float, seen: Seen) -> None:
+    """Ask as one client until the time is over."""
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=LONGEST)
     asked = number
     while time.perf_counter() - start < options.seconds:
@@ -109,11 +116,12 @@ def _ask(url, options: argparse.Namespace, number: int, start: float, seen: Seen
             "seed": seed,
         }
         begun = time.perf_counter()
-        status, content = _post(connection, f"{url.path.rstrip('/')}/generate", body)
+        path = f"{url.path.rstrip('/')}/generate"
+        status, content = post(connection, path, json.dumps(body).encode(), options.token)
         taken = time.perf_counter() - begun
         if status == 200:
             asked += 1
-            picture = _pixels(content["images"][0]["png"])
+            picture = pixels(json.loads(content)["images"][0]["png"])
             with seen.lock:
                 expected = seen.first.setdefault(seed, picture)
                 seen.seconds.append(taken)
@@ -125,15 +133,22 @@ def _ask(url, options: argparse.Namespace, number: int, start: float, seen: Seen
     connection.close()
 
 
-def _pixels(png: str) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))).astype("int16")
+def pixels(png: str) -> np.ndarray:
+    image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"])
+    return np.asarray(image).astype("int16")
 
 
-def _post(connection: http.client.HTTPConnection, path: str, body: dict):
+def post(
+    connection: http.client.HTTPConnection, path: str, body: bytes, token: str | None = None
+) -> tuple[int | None, bytes]:
+    """Send a body; return the answer's status and content, or None and why there is no answer."""
+    headers = {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    except (OSError, http.client.HTTPException, ValueError):
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException) as error:
         connection.close()  # opened again by the next request
-        return None, None
+        return None, repr(error).encode()

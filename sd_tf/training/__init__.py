@@ -1,1 +1,1 @@
-"""Training, for models small and large: Keras 3, compiled by XLA, on TensorFlow or JAX alike."""
+"""Training of checkpoints: Keras 3, compiled by XLA, on TensorFlow or JAX, one host or several."""

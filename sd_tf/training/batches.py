@@ -1,11 +1,11 @@
-"""A run's batches as a function of the step: what is drawn, is drawn from (seed, step)."""
+"""A run's batches as functions of the step; their random numbers depend on (seed, step) alone."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from sd_tf.config import PipelineConfig
-from sd_tf.pictures import to_model
+from sd_tf.runtime.pictures import to_model
 from sd_tf.training import world
 from sd_tf.training.data import Source, World, shuffled
 from sd_tf.training.hosts import ALONE, Host
@@ -13,11 +13,11 @@ from sd_tf.training.settings import Settings, TrainingError
 
 Batch = dict[str, np.ndarray]
 Order = Callable[[int, int], tuple[int, int]]  # position in the run, seed → index, epoch
-DRAWS = 2  # stream of a seed; `data.ORDER` is another
+DRAWS = 2  # a seed's stream of random numbers; `data.ORDER` is another
 
 
 class Batches:
-    """Callable: step → batch. Where a run was killed makes no difference to what follows."""
+    """Callable: step → batch, so that a resumed run sees the batches of an uninterrupted one."""
 
     def __init__(
         self,
@@ -27,15 +27,18 @@ class Batches:
         order: Order | None = None,
         host: Host = ALONE,
     ):
-        """`order`: the source's own, where it is not free to give any example at any time.
+        """Set up the batches of this host.
 
-        On several hosts the source is this one's part, and so are `batch_size` and the batches.
+        Args:
+            source: the examples; on several hosts, this host's part of them.
+            batch_size: examples in a batch; on several hosts, this host's part.
+            order: the source's own order of examples. None: all are shuffled in every epoch.
         """
         self.source, self.batch_size, self.seed, self.host = source, batch_size, seed, host
         self._order = order or (lambda position, seed: shuffled(position, len(source), seed))
 
     def examples(self, step: int) -> list[tuple[int, int]]:
-        """(index, epoch) of the step's examples."""
+        """Return (index, epoch) of each of the step's examples."""
         first = step * self.batch_size
         return [self._order(first + place, self.seed) for place in range(self.batch_size)]
 
@@ -45,7 +48,7 @@ class Batches:
 
 
 class PictureBatches(Batches):
-    """For the autoencoder: pictures in [-1, 1], and noise for the latents."""
+    """Batches for the autoencoder: pictures in [-1, 1], and noise for the latents."""
 
     def __init__(self, source, batch_size, seed, latent_shape):
         super().__init__(source, batch_size, seed)
@@ -58,7 +61,7 @@ class PictureBatches(Batches):
 
 
 class LatentBatches(Batches):
-    """For the denoiser: latents computed beforehand, tokens of this epoch's captions."""
+    """Batches for the denoiser: latents computed beforehand, and tokens of the epoch's captions."""
 
     def __init__(
         self,
@@ -69,11 +72,12 @@ class LatentBatches(Batches):
         tokenize: Callable[[list[str]], np.ndarray],
         caption_dropout: float = 0.1,
         first_timestep: int = 0,
+        host: Host = ALONE,
     ):
-        """`first_timestep`: only those from it on; the noisiest ones decide where things stand."""
-        super().__init__(source, settings.batch_size, settings.seed)
+        """Set up the batches; `first_timestep` is the lowest noise level that is used."""
+        super().__init__(source, part_of_batch(settings, host), settings.seed, host=host)
         self.latents, self.tokenize = latents, tokenize
-        self.scaling_factor = np.float32(config.vae.scaling_factor)
+        self.scale = config.autoencoder.latent_scale
         self.timesteps = noise_levels(first_timestep, config)
         self.caption_dropout = caption_dropout
 
@@ -87,8 +91,9 @@ class LatentBatches(Batches):
             for (index, epoch), without in zip(examples, dropped, strict=True)
         ]
         timesteps = spread_timesteps(draws, size, self.timesteps)
+        latents = self.latents[[i for i, _ in examples]]
         return {
-            "latents": self.latents[[i for i, _ in examples]] * self.scaling_factor,
+            "latents": self.scale.apply(latents.astype("float32")),
             "noise": draws.standard_normal((size, *self.latents.shape[1:]), "float32"),
             "timesteps": timesteps,
             "tokens": self.tokenize(captions),
@@ -96,7 +101,7 @@ class LatentBatches(Batches):
 
 
 class ReadingBatches(Batches):
-    """For the text encoder: tokens of this epoch's captions, and the scenes' answers."""
+    """Batches for the text encoder: tokens of the epoch's captions, and the scenes' answers."""
 
     def __init__(self, pictures: World, settings: Settings, tokenize):
         super().__init__(pictures, settings.batch_size, settings.seed)
@@ -109,19 +114,31 @@ class ReadingBatches(Batches):
         return {"tokens": self.tokenize(captions), "answers": np.array(answers, "int32")}
 
 
+def part_of_batch(settings: Settings, host: Host) -> int:
+    """Return how many examples of a batch are this host's."""
+    if settings.batch_size % host.count:
+        raise TrainingError(
+            f"`batch_size` counts the examples of all {host.count} hosts and must be a multiple of "
+            f"that number. Received: {settings.batch_size}"
+        )
+    return settings.batch_size // host.count
+
+
 def noise_levels(first: int, config: PipelineConfig) -> range:
-    """The timesteps from the first on."""
+    """Return the timesteps from the first on."""
     levels = range(config.schedule.num_train_timesteps)
     if first not in levels:
         raise TrainingError(
-            f"first_timestep is from 0 to {levels[-1]}, the noisiest. Received: {first}"
+            f"`first_timestep` must be from 0 to {levels[-1]}, the noisiest. Received: {first}"
         )
     return levels[first:]
 
 
 def spread_timesteps(draws: np.random.Generator, size: int, among: range) -> np.ndarray:
-    """One from each of `size` equal parts of them, in any order: each is uniformly distributed,
-    and the loss varies less from step to step than with independent draws.
+    """Draw one timestep from each of `size` equal parts of the range, in random order.
+
+    Each is uniformly distributed, and the loss varies less from step to step than with independent
+    draws.
     """
     places = (draws.permutation(size) + draws.random(size)) / size
     return (among.start + places * len(among)).astype("int32")

@@ -1,72 +1,88 @@
-"""InstructPix2Pix: a checkpoint learns to follow instructions, from pairs of pictures."""
+"""InstructPix2Pix training: teach a checkpoint to follow instructions, from pairs of pictures."""
 
+import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from keras import ops
 from PIL import Image
 
-from sd_tf.config import PipelineConfig
-from sd_tf.generate import contact_sheet
-from sd_tf.pictures import to_model
-from sd_tf.training.batches import Batch, Batches, noise_levels, spread_timesteps
-from sd_tf.training.hosts import ALONE, this_host
-from sd_tf.training.latents import posteriors
-from sd_tf.training.lesson import Lesson
+from sd_tf.config import PipelineConfig, family_of
+from sd_tf.files import atomic
+from sd_tf.runtime.pictures import contact_sheet, to_model
+from sd_tf.training.batches import (
+    Batch,
+    Batches,
+    noise_levels,
+    part_of_batch,
+    spread_timesteps,
+)
+from sd_tf.training.hosts import ALONE, by_itself, this_host
+from sd_tf.training.latents import posteriors, write_parts
 from sd_tf.training.losses import Denoising, Editing, freeze, recomputed
+from sd_tf.training.origin import Record, check_cache, mark_cache, of_checkpoint
 from sd_tf.training.pairs import Pairs
+from sd_tf.training.picture_input import with_picture_input
 from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.surgery import with_picture_input
+from sd_tf.training.task import TrainingTask
 from sd_tf.weights import Checkpoint
 
 SAMPLES = 6
 CACHE = "precomputed"
 TEXTS_FILE = "texts.json"
-LATENTS = ("mode", "mean", "deviation")  # of the picture before; of the one after
-AT_ONCE = 64  # instructions through the text encoder
+LATENTS = ("mode", "mean", "deviation")  # mode of the picture before, the rest of the one after
+AT_ONCE = 64  # instructions that the text encoder takes at once
 
 
 @dataclass(frozen=True)
-class Options:
+class EditOptions:
+    """The options of a training to edit, beside the run's settings."""
+
     size: int
-    resize: int | None = None  # to which pictures are scaled before a crop of `size`; None: `size`
-    flip: float = 0.5  # how often both pictures are mirrored; 0 where instructions name sides
-    dropout: float = 0.05  # of the text alone, of both, and of the picture alone
-    precompute: bool = False  # latents once, and text states where the encoder stands still
+    resize: int | None = None  # pictures are scaled to this, then cropped to `size`; None: `size`
+    flip: float = 0.5  # share of pairs that are mirrored; 0 if instructions name sides
+    dropout: float = 0.05  # share without text, without both, and without picture, each
+    precompute: bool = False  # compute latents once, and text states if that encoder is frozen
     train_text_encoder: bool = False
-    first_timestep: int = 0  # only noise levels from this one on
+    first_timestep: int = 0  # train only noise levels from this one on
     save_dtype: str | None = None
 
-    def check(self) -> "Options":
-        """Refuse what cannot be meant; returns self."""
+    def record(self) -> Record:
+        """Return the options that a resumed run must repeat, by name."""
+        every = dataclasses.asdict(self)
+        del every["save_dtype"]
+        return every
+
+    def check(self) -> "EditOptions":
+        """Raise if a value is out of range; return self."""
         if not 0.0 <= self.dropout <= 1.0 / 3.0:
-            raise TrainingError(f"dropout is from 0 to 1/3. Received: {self.dropout}")
+            raise TrainingError(f"`dropout` must be from 0 to 1/3. Received: {self.dropout}")
         if not 0.0 <= self.flip <= 1.0:
-            raise TrainingError(f"flip is from 0 to 1. Received: {self.flip}")
+            raise TrainingError(f"`flip` must be from 0 to 1. Received: {self.flip}")
         if self.resize is not None and self.resize < self.size:
             raise TrainingError(
-                f"Pictures are scaled to resize, and size is cut out of them: it is not less. "
-                f"Received: size={self.size}, resize={self.resize}"
+                f"Pictures are scaled to `resize` and cropped to `size`: `resize` must not be "
+                f"less than `size`. Received: size={self.size}, resize={self.resize}"
             )
         if self.precompute and (self.flip or self.resize not in (None, self.size)):
             raise TrainingError(
-                "Precomputed latents are of the pictures as they are: precompute goes with flip=0 "
-                f"and without resize. Received: flip={self.flip}, resize={self.resize}"
+                "Precomputed latents are those of unchanged pictures: `precompute` needs a `flip` "
+                f"of 0 and no `resize`. Received: flip={self.flip}, resize={self.resize}"
             )
         return self
 
 
 def dropped(r: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which examples do without text and which without picture, by one number in [0, 1) each."""
+    """Choose by one number in [0, 1) for each example which lose their text or their picture."""
     return r < 2 * share, (share <= r) & (r < 3 * share)
 
 
 def prepared(picture: Image.Image, size: int, resize: int, place, is_flipped: bool) -> np.ndarray:
-    """Scaled, cut out at `place` (x, y from 0 to 1), mirrored: uint8 (size, size, 3)."""
+    """Scale, crop at `place` (x, y from 0 to 1) and mirror a picture: uint8 (size, size, 3)."""
     if picture.size != (resize, resize):
         picture = picture.resize((resize, resize), Image.Resampling.LANCZOS)
     x, y = (round(share * (resize - size)) for share in place)
@@ -75,17 +91,17 @@ def prepared(picture: Image.Image, size: int, resize: int, place, is_flipped: bo
 
 
 class EditBatches(Batches):
-    """Both pictures of a pair cut and mirrored alike; text and picture dropped by the table."""
+    """Batches of pairs, cropped and mirrored alike; `dropout` drops some texts and pictures."""
 
     def __init__(
-        self, pairs: Pairs, settings: Settings, options: Options, config, tokenize, host=ALONE
+        self, pairs: Pairs, settings: Settings, options: EditOptions, config, tokenize, host=ALONE
     ):
-        batch_size = settings.batch_size // host.count
-        super().__init__(pairs, batch_size, settings.seed, pairs.order, host)
+        size = part_of_batch(settings, host)
+        super().__init__(pairs, size, settings.seed, pairs.order, host)
         self.options, self.tokenize = options, tokenize
         self.timesteps = noise_levels(options.first_timestep, config)
-        side = options.size // config.vae.downscale
-        self.latent_shape = (side, side, config.vae.latent_channels)
+        side = options.size // config.autoencoder.downscale
+        self.latent_shape = (side, side, config.autoencoder.latent_channels)
 
     def __call__(self, step: int) -> Batch:
         draws, size = self.draws(step), self.batch_size
@@ -128,26 +144,15 @@ class EditBatches(Batches):
 
 
 class PrecomputedBatches(EditBatches):
-    """The same batches with latents from files, and text states too if the encoder stands still."""
+    """`EditBatches` with latents from files, and with text states if that encoder is frozen."""
 
     def __init__(self, pairs, settings, options, config, tokenize, folder: Path, host=ALONE):
         super().__init__(pairs, settings, options, config, tokenize, host)
         names = [*LATENTS, "places"]
         if not options.train_text_encoder:
             names.append("contexts")
-        missing = [name for name in names if not (folder / f"{name}.npy").exists()]
-        if missing:
-            raise TrainingError(
-                f"{folder} has no {', '.join(missing)}: it was made for a run with other options. "
-                f"Choose another --out, or delete that folder."
-            )
         self.arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
         self.texts = json.loads((folder / TEXTS_FILE).read_text(encoding="utf-8"))
-        if len(self.arrays["places"]) != len(pairs):
-            raise TrainingError(
-                f"{folder} holds {len(self.arrays['places'])} pairs, the data has {len(pairs)}. "
-                f"Choose another --out, or delete that folder."
-            )
 
     def inputs(self, indices, without_text, draws) -> Batch:
         found = {name: self.arrays[name][indices].astype("float32") for name in LATENTS}
@@ -157,38 +162,52 @@ class PrecomputedBatches(EditBatches):
         return {**found, "tokens": self.tokenize([self.texts[place] for place in places])}
 
 
-def precompute(pairs: Pairs, size: int, vae, text_encoder, tokenize, folder: Path, report) -> None:
-    """Latents of every pair and every different instruction, the empty one first; its states too,
-    unless there is no text encoder.
-    """
-    if folder.exists():
-        return
-    report(f"encoding {len(pairs)} pairs")
-    unfinished = folder.with_suffix(".unfinished")
-    unfinished.mkdir(parents=True, exist_ok=True)
-    known, places = {"": 0}, np.zeros(len(pairs), "int32")
+def precompute(
+    pairs: Pairs,
+    size: int,
+    vae,
+    text_encoder,
+    tokenize,
+    folder: Path,
+    depends_on: Record,
+    report: Callable[[str], None],
+) -> None:
+    """Write every pair's latents and the different instructions, the empty one first, to files.
 
-    @lru_cache(maxsize=1)
-    def pictures(index):
+    With a text encoder, the instructions' states are written, too. A folder that is there must have
+    been made from the same.
+    """
+    states = None if text_encoder is None else text_encoder.dtype_policy.name
+    depends_on = {**depends_on, "size": size, "text_states": states}
+    if folder.exists():
+        check_cache(folder, depends_on)
+        return
+    count = len(pairs)
+    report(f"encoding {count} pairs")
+    known, places = {"": 0}, np.zeros(count, "int32")
+
+    def before(index):
         pair = pairs.pair(index)
         places[index] = known.setdefault(pair.instruction, len(known))
-        return [prepared(p, size, size, (0, 0), False) for p in (pair.before, pair.after)]
+        return prepared(pair.before, size, size, (0, 0), False)
 
-    encoded = posteriors(vae, lambda i: pictures(i // 2)[i % 2], 2 * len(pairs))
-    kept = zip(*([part.astype("float16") for part in parts] for parts in encoded), strict=True)
-    means, deviations = (np.concatenate(parts) for parts in kept)
-    for name, values in zip(LATENTS, (means[0::2], means[1::2], deviations[1::2]), strict=True):
-        np.save(unfinished / f"{name}.npy", values)
-    np.save(unfinished / "places.npy", places)
-    texts = list(known)
-    (unfinished / TEXTS_FILE).write_text(json.dumps(texts), encoding="utf-8")
-    if text_encoder is not None:
-        np.save(unfinished / "contexts.npy", _states(text_encoder, tokenize, texts))
-    unfinished.rename(folder)
+    def after(index):
+        return prepared(pairs.pair(index).after, size, size, (0, 0), False)
+
+    with atomic.new_folder(folder) as unfinished:
+        mode, *posterior = (unfinished / f"{name}.npy" for name in LATENTS)
+        write_parts(((mean,) for mean, _ in posteriors(vae, before, count)), count, [mode])
+        write_parts(posteriors(vae, after, count), count, posterior)
+        np.save(unfinished / "places.npy", places)
+        texts = list(known)
+        if text_encoder is not None:
+            np.save(unfinished / "contexts.npy", _states(text_encoder, tokenize, texts))
+        (unfinished / TEXTS_FILE).write_text(json.dumps(texts), encoding="utf-8")
+        mark_cache(unfinished, depends_on)
 
 
 def _states(text_encoder, tokenize, texts: list[str]) -> np.ndarray:
-    """float16 (N, 77, D); every call is of one size."""
+    """Encode texts → float16 (N, 77, D), in calls of one size, so that one shape is compiled."""
     states = []
     for start in range(0, len(texts), AT_ONCE):
         tokens = tokenize((texts[start : start + AT_ONCE] + [""] * AT_ONCE)[:AT_ONCE])
@@ -201,35 +220,35 @@ def prepare(
     checkpoint: Checkpoint,
     pairs: Pairs,
     settings: Settings,
-    options: Options,
+    options: EditOptions,
     cache: Path,
     report: Callable[[str], None] = print,
-) -> Lesson:
-    """`cache`: where `precompute` keeps what it made, and finds it again.
+) -> TrainingTask:
+    """Build the models, loss and batches of a training to edit.
 
-    On several hosts `pairs` are those of this one.
+    Args:
+        pairs: the data; on several hosts, this host's part of it.
+        cache: the folder in which `precompute` keeps its files.
     """
     options.check()
     host = this_host()
-    if settings.batch_size % host.count:
-        raise TrainingError(
-            f"batch_size is of all {host.count} hosts together, and divides among them. "
-            f"Received: {settings.batch_size}"
-        )
-    if host.count > 1:
-        cache = cache.with_name(f"{cache.name}-{host.number}")
+    begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
     _check_family(config)
     tokenizer = checkpoint.tokenizer()
-    vae = freeze(checkpoint.build("vae"))
-    text_encoder = checkpoint.build("text_encoder", settings.precision)
+    has_states = options.precompute and not options.train_text_encoder
+    with by_itself() if options.precompute else nullcontext():
+        vae = freeze(checkpoint.build("vae"))
+    with by_itself() if has_states else nullcontext():
+        text_encoder = checkpoint.build("text_encoder", settings.precision)
     text_encoder.trainable = options.train_text_encoder
     given = (pairs, settings, options, config, tokenizer)
-    has_states = options.precompute and not options.train_text_encoder
     if options.precompute:
         encoder = text_encoder if has_states else None
-        precompute(pairs, options.size, vae, encoder, tokenizer, cache, report)
+        cache = cache.with_name(host.named(cache.name))
+        with by_itself():
+            precompute(pairs, options.size, vae, encoder, tokenizer, cache, begun, report)
         batches = PrecomputedBatches(*given, cache, host)
     else:
         batches = EditBatches(*given, host)
@@ -237,36 +256,36 @@ def prepare(
     if settings.gradient_checkpointing:
         recomputed(unet)
     denoising = Denoising(unet, None if has_states else text_encoder, config.schedule, min_snr=None)
-    loss = Editing(denoising, None if options.precompute else vae, config.vae.scaling_factor)
+    loss = Editing(denoising, None if options.precompute else vae, config.autoencoder.latent_scale)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    return Lesson(config, tokenizer, models, loss, batches)
+    return TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
 
 
 def train(
     checkpoint: Checkpoint,
     pairs: Pairs,
     settings: Settings,
-    options: Options,
+    options: EditOptions,
     folder: Path,
     report: Callable[[str], None] = print,
 ) -> Path:
-    """Train the UNet; returns the folder of the checkpoint that edits."""
-    lesson = prepare(checkpoint, pairs, settings, options, folder / CACHE, report)
+    """Train the UNet; return the folder of the checkpoint, which edits."""
+    task = prepare(checkpoint, pairs, settings, options, folder / CACHE, report)
     shown = [pairs.pair(i) for i in range(min(SAMPLES, len(pairs)))]
 
     def sample(step):
         size = options.size
         before = np.stack([prepared(pair.before, size, size, (0, 0), False) for pair in shown])
-        after = lesson.painter.edit([pair.instruction for pair in shown], before)
+        after = task.painter.edit([pair.instruction for pair in shown], before)
         both = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
         contact_sheet(both).save(folder / f"{step:06d}.png")
 
-    return lesson.learn(settings, folder, options.save_dtype, report, sample)
+    return task.run(settings, folder, options.save_dtype, report, sample)
 
 
 def _check_family(config: PipelineConfig) -> None:
-    if config.unet.added is not None:
+    if config.denoiser.added is not None:
         raise TrainingError(
-            f"Editing is learnt by checkpoints with one text encoder (SD1, SD2). "
-            f"Received: {config.family}"
+            f"Training to edit needs a checkpoint with one text encoder (SD1, SD2). "
+            f"Received: {family_of(config)}"
         )

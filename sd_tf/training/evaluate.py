@@ -1,4 +1,4 @@
-"""Does an export draw what it is asked for? In the tiny world that can be computed.
+"""Measure how often an export draws what it is asked for, in the tiny world.
 
 Prompts go through the exported, compiled SavedModels; the oracle reads the pictures back.
 """
@@ -11,20 +11,22 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from sd_tf.generate import contact_sheet
+from sd_tf.runtime.pictures import contact_sheet
+from sd_tf.runtime.psnr import psnr
 from sd_tf.training import world
 from sd_tf.training.data import World
 from sd_tf.training.settings import TrainingError
 
 RESULT_FILE = "evaluation.json"
+MOST_DECIBELS = 138.13  # for identical pictures, as infinity is no JSON
 GROUPS = {  # name → split, number of things
     "one thing, seen": ("train", 1),
     "one thing, held out": ("held_out", 1),
     "two things, seen": ("train", 2),
     "two things, held out": ("held_out", 2),
 }
-GROUP_SEED = 1_000_000  # the first picture's seed; each group has its own million
-UNSEEN_WORLD = 2**30  # seed of scenes that no training uses, for the autoencoder
+GROUP_SEED = 1_000_000  # seeds of a group's pictures: the group's number times this, and upwards
+UNSEEN_WORLD = 2**30  # seed of scenes for the autoencoder that no training uses
 RECONSTRUCTED = 64
 SHEET_PICTURES = 64
 FRAME, WRONG = 3, (230, 30, 30)
@@ -34,18 +36,20 @@ NEGATIVES = (("a circle", "red"), ("a star", "yellow"), ("a heart", "blue"))
 
 
 @dataclass(frozen=True)
-class Options:
+class EvaluationOptions:
+    """How many prompts are drawn, and with which parameters."""
+
     prompts: int = 250  # in each of the four groups
     num_steps: int = 20
     guidance_scale: float = 4.0
     scheduler: str | None = None
-    more_guidance: Sequence[float] = ()  # further scales to measure
+    more_guidance: Sequence[float] = ()  # further guidance scales to measure
     negative_prompts: bool = False
 
 
 @dataclass
 class Score:
-    """Of one group: pictures with everything right, and each attribute where it was asked."""
+    """The counts of one group: pictures with everything right, and right ones by attribute."""
 
     pictures: int = 0
     all_right: int = 0
@@ -67,13 +71,15 @@ class Score:
         return {"pictures": self.pictures, "all_right": share, "attributes": shares}
 
 
-def evaluate(pipe, options: Options, folder: Path, report: Callable[[str], None] = print) -> dict:
-    """Measure, write `evaluation.json` and the sheets into `folder`, return what was written."""
+def evaluate(
+    pipe, options: EvaluationOptions, folder: Path, report: Callable[[str], None] = print
+) -> dict:
+    """Measure, write `evaluation.json` and the sheets into `folder`, and return the figures."""
     if options.prompts < 1:
-        raise TrainingError(f"At least one prompt is needed. Received: {options.prompts}")
+        raise TrainingError(f"`prompts` must be at least 1. Received: {options.prompts}")
     if pipe.manifest.height != pipe.manifest.width:
         raise TrainingError(
-            f"The oracle reads square pictures. The export's are "
+            f"The oracle reads square pictures only. The export's are "
             f"{pipe.manifest.width}×{pipe.manifest.height}."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +119,8 @@ def evaluate(pipe, options: Options, folder: Path, report: Callable[[str], None]
     return content
 
 
-def measure(pipe, group: str, options: Options, guidance_scale: float):
-    """Score and pictures of one group."""
+def measure(pipe, group: str, options: EvaluationOptions, guidance_scale: float):
+    """Draw one group's prompts; return their score and the pictures."""
     split, things = GROUPS[group]
     asked = world.prompts(options.prompts, split, things)
     pictures = pipe(
@@ -130,8 +136,8 @@ def measure(pipe, group: str, options: Options, guidance_scale: float):
     return score, pictures
 
 
-def negative_prompts(pipe, options: Options) -> list[dict]:
-    """Share of pictures that show a colour, with and without that colour as negative prompt."""
+def negative_prompts(pipe, options: EvaluationOptions) -> list[dict]:
+    """Return the shares of pictures that show a colour, with and without it as negative prompt."""
 
     def share(prompt, colour, negative):
         pictures = pipe(
@@ -157,21 +163,21 @@ def negative_prompts(pipe, options: Options) -> list[dict]:
 
 
 def reconstruction(pipe) -> float:
-    """PSNR in dB through image encoder and decoder, mean over unseen scenes."""
+    """Return the mean PSNR in dB of unseen scenes after image encoder and decoder."""
     scenes = World(RECONSTRUCTED, pipe.manifest.height, UNSEEN_WORLD)
     batch = pipe.manifest.batch_size
     values = []
     for start in range(0, RECONSTRUCTED, batch):
         indices = [min(start + i, RECONSTRUCTED - 1) for i in range(batch)]
         pictures = np.stack([scenes.picture(i) for i in indices])
-        error = pipe.decode(pipe.encode(pictures)).astype("float64") - pictures
-        mse = np.mean(np.square(error), axis=(1, 2, 3))[: RECONSTRUCTED - start]
-        values += list(10.0 * np.log10(255.0**2 / np.maximum(mse, 1e-9)))
+        pairs = zip(pictures, pipe.decode(pipe.encode(pictures)), strict=True)
+        found = [min(psnr(*pair, peak=255), MOST_DECIBELS) for pair in pairs]
+        values += found[: RECONSTRUCTED - start]
     return float(np.mean(values))
 
 
 def sheet(pictures: np.ndarray, verdicts: Sequence[bool]) -> Image.Image:
-    """The first pictures, those that are wrong framed in red."""
+    """Arrange the first pictures on a sheet; wrong ones get a red frame."""
     framed = []
     for picture, right in zip(pictures[:SHEET_PICTURES], verdicts, strict=False):
         image = Image.fromarray(picture)

@@ -1,47 +1,65 @@
-"""Text-to-image fine-tuning of a checkpoint on captioned pictures."""
+"""Fine-tune a text-to-image checkpoint on captioned pictures."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_tf.generate import contact_sheet
+from sd_tf.config import family_of
+from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import LatentBatches
 from sd_tf.training.data import Source
-from sd_tf.training.latents import cached_latents
-from sd_tf.training.lesson import Lesson
+from sd_tf.training.hosts import by_itself, this_host
+from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import Denoising, recomputed
+from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.settings import Settings, TrainingError
+from sd_tf.training.task import TrainingTask
 from sd_tf.weights import Checkpoint
 
 SAMPLES = 9
 
 
 @dataclass(frozen=True)
-class Options:
+class FinetuneOptions:
+    """The options of a fine-tuning, beside the run's settings."""
+
     train_text_encoder: bool = False
-    caption_dropout: float = 0.1
-    min_snr: float | None = 5.0
-    first_timestep: int = 0
-    save_dtype: str | None = None  # None: as the variables are, float32
+    caption_dropout: float = 0.1  # share of examples whose caption is dropped
+    min_snr: float | None = 5.0  # bound of the loss's weights; None: equal weights
+    first_timestep: int = 0  # train only noise levels from this one on
+    save_dtype: str | None = None  # None: the variables' dtype, float32
+
+    def record(self) -> Record:
+        """Return the options that a resumed run must repeat, by name."""
+        every = dataclasses.asdict(self)
+        del every["save_dtype"]
+        return every
 
 
 def finetune(
     checkpoint: Checkpoint,
     source: Source,
     settings: Settings,
-    options: Options,
+    options: FinetuneOptions,
     folder: Path,
     report: Callable[[str], None] = print,
 ) -> Path:
-    """Train the UNet (and the text encoder); returns the new checkpoint's folder."""
-    config = checkpoint.config
-    if config.unet.added is not None or config.latent_inputs != "none":
+    """Train the UNet, and the text encoder if asked for; return the new checkpoint's folder.
+
+    On several hosts, `source` is this host's part of the data.
+    """
+    config, host = checkpoint.config, this_host()
+    if config.denoiser.added is not None or config.latent_inputs != "none":
         raise TrainingError(
-            f"Text-to-image training is for checkpoints with one text encoder and no further "
-            f"inputs (SD1, SD2). Received: {config.family}"
+            f"Text-to-image training needs a checkpoint with one text encoder and no further "
+            f"inputs (SD1, SD2). Received: {family_of(config)}"
         )
-    vae = checkpoint.build("vae")
-    latents = cached_latents(vae, source, folder, report)
+    begun = {"checkpoint": of_checkpoint(checkpoint), "data": source.record(), "hosts": host.count}
+    with by_itself():
+        vae = checkpoint.build("vae")
+        cache = folder / host.named(CACHE)
+        latents = cached_latents(vae, source, cache, begun, report)
     unet = checkpoint.build("unet", settings.precision)
     if settings.gradient_checkpointing:
         recomputed(unet)
@@ -56,13 +74,14 @@ def finetune(
         tokenizer,
         options.caption_dropout,
         options.first_timestep,
+        host,
     )
     loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    lesson = Lesson(config, tokenizer, models, loss, batches)
+    task = TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
     prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
 
     def sample(step):
-        contact_sheet(lesson.painter.draw(prompts)).save(folder / f"{step:06d}.png")
+        contact_sheet(task.painter.draw(prompts)).save(folder / f"{step:06d}.png")
 
-    return lesson.learn(settings, folder, options.save_dtype, report, sample)
+    return task.run(settings, folder, options.save_dtype, report, sample)

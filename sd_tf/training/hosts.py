@@ -1,5 +1,7 @@
-"""One run on several hosts, on JAX: each reads its own part of the data, all hold all weights."""
+"""Runs on several hosts, on JAX: each host reads its part of the data and holds all weights."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,22 +9,33 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Host:
-    """This one among all of a run."""
+    """This host's number among all hosts of a run."""
 
     number: int = 0
     count: int = 1
 
     @property
     def is_first(self) -> bool:
-        """The one that speaks and writes."""
+        """Whether this host reports progress and writes files."""
         return self.number == 0
+
+    def part(self, values: Sequence) -> Sequence:
+        """Return this host's part of values: every n-th, where there are n hosts."""
+        return values[self.number :: self.count]
+
+    def named(self, name: str) -> str:
+        """Return a name of this host's own, where there are several."""
+        return name if self.count == 1 else f"{name}-{self.number}"
 
 
 ALONE = Host()
 
 
 def join(coordinator: str, count: int, number: int) -> Host:
-    """Waits for the others at `coordinator`, the address of host 0, host:port."""
+    """Join a run of `count` hosts and wait for the others.
+
+    `coordinator` is the address of host 0, as host:port.
+    """
     import keras
 
     keras.distribution.initialize(coordinator, count, number)
@@ -30,6 +43,7 @@ def join(coordinator: str, count: int, number: int) -> Host:
 
 
 def this_host() -> Host:
+    """Return this host's place in the run that it has joined, or `ALONE`."""
     import keras
 
     if keras.backend.backend() != "jax":
@@ -39,8 +53,25 @@ def this_host() -> Host:
     return Host(jax.process_index(), jax.process_count())
 
 
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Build and run models on this host alone inside this context, where there are several.
+
+    Arrays of all hosts can only be used by all of them together.
+    """
+    import keras
+
+    distribution = keras.distribution.distribution()
+    if this_host().count > 1:
+        keras.distribution.set_distribution(None)
+    try:
+        yield
+    finally:
+        keras.distribution.set_distribution(distribution)
+
+
 def placed(batch: dict[str, np.ndarray]) -> dict:
-    """Divided among the devices, where Keras was told to use several; this host's part of it."""
+    """Divide this host's part of a batch among its devices, if Keras was told to use several."""
     import jax
     import keras
 

@@ -1,4 +1,4 @@
-"""What is trained: a batch in, a loss and figures to watch out. Every draw comes in the batch."""
+"""Losses: each maps a batch, which holds all random numbers, to a loss and figures to report."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import keras
 import numpy as np
 from keras import ops
 
-from sd_tf.config import END_TOKEN, ScheduleConfig
+from sd_tf.config import END_TOKEN, LatentScale, ScheduleConfig
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import Block, ResnetBlock, dense
-from sd_tf.sampling.tables import abar
+from sd_tf.sampling.schedules import abar
 
 
 class Autoencoding(Block):
-    """Pictures through the VAE and back: L1 and squared error, and a little KL divergence."""
+    """The autoencoder's loss: L1 and squared error, with a small weight on the KL divergence."""
 
     def __init__(self, vae, kl_weight: float = 1e-4):
         super().__init__()
@@ -21,22 +21,22 @@ class Autoencoding(Block):
         self.kl_weight = kl_weight
 
     def call(self, batch):
-        """batch: images (B, H, W, 3) in [-1, 1], noise (B, h, w, C)."""
+        """Compute the loss; batch: images (B, H, W, 3) in [-1, 1], noise (B, h, w, C)."""
         mean, log_variance = (ops.cast(x, "float32") for x in self.vae.encode(batch["images"]))
         latents = mean + ops.exp(0.5 * log_variance) * batch["noise"]
         error = ops.cast(self.vae.decode(latents), "float32") - batch["images"]
         divergence = 0.5 * ops.mean(ops.square(mean) + ops.exp(log_variance) - 1.0 - log_variance)
         squared = ops.mean(ops.square(error))
         loss = ops.mean(ops.abs(error)) + squared + self.kl_weight * divergence
-        psnr = 10.0 * ops.log10(4.0 / squared)  # the pictures span 2
+        psnr = 10.0 * ops.log10(4.0 / squared)  # pixels have a range of 2
         return loss, {"loss": loss, "psnr": psnr, "kl": divergence}
 
 
 class Denoising(Block):
-    """Latents with noise added, back to the noise or to v; the text encoder learns along.
+    """The denoiser's loss: the squared error of the predicted noise or v.
 
-    Weighted by min(SNR, `min_snr`) (Hang et al. 2023), or evenly where that is None. Without a text
-    encoder the batch brings what one gave.
+    Noise levels are weighted by min(SNR, `min_snr`) (Hang et al. 2023), or equally if that is None.
+    Without a text encoder, the batch holds the context.
     """
 
     def __init__(self, unet, text_encoder, schedule: ScheduleConfig, min_snr: float | None = 5.0):
@@ -47,15 +47,17 @@ class Denoising(Block):
         signal = abar(schedule).astype("float64")
         snr = signal / (1.0 - signal)
         weight = np.ones_like(snr) if min_snr is None else np.minimum(snr, min_snr)
-        if min_snr is not None:  # the weight is one of x_0; the loss is of v or of the noise
+        if min_snr is not None:  # that weight is for errors of x_0; these are of v or the noise
             weight = weight / (snr + 1.0 if self.prediction == "v_prediction" else snr)
         self.alpha, self.sigma, self.weight = (
             x.astype("float32") for x in (np.sqrt(signal), np.sqrt(1.0 - signal), weight)
         )
 
     def call(self, batch):
-        """batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or context
-        (B, 77, D), and perhaps what stands beside the noisy latents, (B, h, w, C').
+        """Compute the loss.
+
+        batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or context (B, 77, D),
+        and optionally beside (B, h, w, C'), which the denoiser gets beside the noisy latents.
         """
         timesteps = batch["timesteps"]
 
@@ -80,21 +82,23 @@ class Denoising(Block):
 
 
 class Editing(Block):
-    """InstructPix2Pix: the picture after, from noise, beside the picture before.
+    """InstructPix2Pix's loss: denoise the picture after, given the picture before.
 
-    Of the picture after a sample of the encoder's posterior is taken, scaled; of the one before
-    the mode, not scaled. Without a VAE the batch brings what one gave.
+    Latents of the picture after are scaled samples of the encoder's posterior; those of the picture
+    before are its mode, not scaled. Without a VAE, the batch holds the latents.
     """
 
-    def __init__(self, denoising: Denoising, vae, scaling_factor: float):
+    def __init__(self, denoising: Denoising, vae, scale: LatentScale):
         super().__init__()
         self.denoising, self.vae = denoising, vae
-        self.scaling_factor = scaling_factor
+        self.scale = scale
 
     def call(self, batch):
-        """batch: what `Denoising` wants but latents and beside; before and after (B, H, W, 3), or
-        their latents mode, mean and deviation (B, h, w, C); posterior (B, h, w, C), unit noise;
-        has_picture (B,), 1.0, or 0.0 where the picture before is dropped.
+        """Compute the loss.
+
+        batch: the batch of `Denoising` without latents and beside; before and after (B, H, W, 3),
+        or their latents mode, mean and deviation (B, h, w, C); posterior (B, h, w, C), unit noise;
+        has_picture (B,), 1.0, or 0.0 to drop the picture before.
         """
         if self.vae is None:
             mode, mean, deviation = (batch[name] for name in ("mode", "mean", "deviation"))
@@ -103,28 +107,27 @@ class Editing(Block):
             mean, log_variance = self.vae.encode(batch["after"])
             deviation = ops.exp(0.5 * ops.cast(log_variance, "float32"))
         mode, mean, deviation = (ops.cast(x, "float32") for x in (mode, mean, deviation))
-        latents = (mean + deviation * batch["posterior"]) * self.scaling_factor
+        latents = self.scale.apply(mean + deviation * batch["posterior"])
         beside = mode * ops.reshape(batch["has_picture"], (-1, 1, 1, 1))
         return self.denoising({**batch, "latents": latents, "beside": beside})
 
 
 class Reading(Block):
-    """Captions to answers about their scenes, by a linear layer on the text encoder's context.
+    """The text encoder's loss: answer questions about a caption's scene by a linear layer.
 
-    It reads the average over the caption's end and the padding, which is where a causal encoder
-    can hold what a whole sentence says: which of two things is left, and what it looks like. The
-    layer serves this training only.
+    The layer reads the context's average over the caption's end token and padding, the positions at
+    which a causal encoder has seen the whole sentence. It is used in this training only.
     """
 
     def __init__(self, text_encoder, counts: Sequence[int]):
-        """`counts`: of the answers that each question has."""
+        """Build the layer; `counts` are the numbers of answers of each question."""
         super().__init__()
         self.text_encoder = text_encoder
         self.counts = tuple(counts)
         self.layer = dense(text_encoder.config.hidden_size, sum(counts))
 
     def call(self, batch):
-        """batch: tokens (B, 77), answers (B, questions)."""
+        """Compute the loss; batch: tokens (B, 77), answers (B, questions)."""
         tokens, answers = batch["tokens"], batch["answers"]
         context = ops.cast(self.text_encoder(tokens)["context"], "float32")
         is_end = ops.cast(ops.equal(tokens, END_TOKEN), "float32")[..., None]
@@ -146,8 +149,9 @@ def freeze(model: keras.layers.Layer) -> keras.layers.Layer:
 
 
 def recomputed(unet: keras.layers.Layer) -> keras.layers.Layer:
-    """Gradient checkpointing: its blocks keep nothing but their inputs for the way back, and are
-    computed a second time there.
+    """Turn on gradient checkpointing for the UNet's blocks.
+
+    They keep only their inputs for the backward pass, and are computed a second time in it.
     """
     for layer in unet._flatten_layers():
         if isinstance(layer, ResnetBlock | SpatialTransformer):

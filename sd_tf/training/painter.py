@@ -1,74 +1,90 @@
-"""Pictures from the models in training, without exporting them: slow, and enough to look at."""
+"""Draw with the models in training, without exporting them: slow, but enough to look at."""
 
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
 import numpy as np
 from keras import ops
 
+from sd_tf.components.build import component
+from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.components.guidance import EDITED, IMAGE_SCALE, SCALE
 from sd_tf.config import PipelineConfig
-from sd_tf.pictures import to_model
-from sd_tf.sampling import noise
-from sd_tf.sampling.loop import denoise, empty_history, guide, guide_edit
-from sd_tf.sampling.tables import steps
+from sd_tf.runtime.pictures import to_model
+from sd_tf.tokenizer.clip import ClipTokenizer
 
 
 class Painter:
-    """Draws with the models that it was given, as they are when it is called."""
+    """Draws with the given models, and the weights that they have when it is called."""
 
-    def __init__(self, config: PipelineConfig, text_encoder, unet, vae, tokenizer):
-        self.config, self.tokenizer = config, tokenizer
-        self.text_encoder, self.unet, self.vae = text_encoder, unet, vae
+    def __init__(
+        self,
+        config: PipelineConfig,
+        models: Mapping[str, keras.layers.Layer],
+        tokenizer: ClipTokenizer,
+    ):
+        self.config, self.models, self.tokenizer = config, models, tokenizer
 
-    def draw(self, prompts, num_steps: int = 20, guidance_scale: float = 4.0) -> np.ndarray:
-        """uint8 (N, H, W, 3); picture i has seed i."""
-        count, side = len(prompts), self.config.unet.sample_size
-        context = self._context([*[""] * count, *prompts])
-
-        def predict(x, timestep):
-            output = self._output(ops.concatenate([x, x]), timestep, context)
-            return guide(*ops.split(output, 2), guidance_scale)
-
-        return self._walk(predict, (count, side, side), num_steps)
+    def draw(
+        self, prompts: Sequence[str], num_steps: int = 20, guidance_scale: float = 4.0
+    ) -> np.ndarray:
+        """Draw a picture for each prompt, uint8 (N, H, W, 3); picture i has seed i."""
+        return self._pictures(prompts, num_steps, {SCALE: guidance_scale})
 
     def edit(
         self,
-        instructions,
+        instructions: Sequence[str],
         pictures: np.ndarray,
         num_steps: int = 20,
         guidance_scale: float = 7.5,
         image_guidance_scale: float = 1.5,
     ) -> np.ndarray:
-        """uint8 (N, H, W, 3) of the same; picture i has seed i."""
-        count = len(instructions)
-        context = self._context([*instructions, *[""] * (2 * count)])
-        before = self.vae.encode(ops.convert_to_tensor(to_model(pictures)))[0]
-        before = ops.cast(before, "float32")
-        beside = ops.concatenate([before, before, ops.zeros_like(before)])
+        """Edit each picture as its instruction says, uint8 (N, H, W, 3); picture i has seed i."""
+        scales = {SCALE: guidance_scale, IMAGE_SCALE: image_guidance_scale}
+        return self._pictures(instructions, num_steps, scales, pictures)
 
-        def predict(x, timestep):
-            x = ops.concatenate([ops.concatenate([x] * 3), beside], axis=-1)
-            outputs = ops.split(self._output(x, timestep, context), 3)
-            return guide_edit(*outputs, guidance_scale, image_guidance_scale)
+    def _pictures(self, prompts, num_steps, scales, edited=None) -> np.ndarray:
+        height, width = (None, None) if edited is None else edited.shape[1:3]
+        fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
+        geometry = geometry_of(self.config, fixed)
 
-        return self._walk(predict, before.shape[:3], num_steps)
+        def run(name, **inputs):
+            part = component(
+                name, self.config, geometry, "float32", self.tokenizer(""), self._model
+            )
+            return part.endpoints()["serving_default"].function(**inputs)
 
-    def _context(self, texts):
-        return self.text_encoder(ops.convert_to_tensor(self.tokenizer(texts)))["context"]
+        inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenizer(prompts)))
+        inputs |= {name: ops.convert_to_tensor(x, "float32") for name, x in scales.items()}
+        if edited is not None:
+            images = ops.convert_to_tensor(to_model(edited))
+            inputs[EDITED] = run("image_encoder", images=images)["latent"]
+        steps = ops.convert_to_tensor(num_steps, "int32")
+        with _loops_in_python(True):
+            latent = run("diffusion_model", num_steps=steps, **inputs)["latent"]
+        return ops.convert_to_numpy(run("decoder", latent=latent)["generated_images"])
 
-    def _output(self, x, timestep, context):
-        timesteps = ops.full((x.shape[0],), timestep)
-        return ops.cast(self.unet(x, timesteps, context), "float32")
+    def _model(self, name: str, precision: str) -> Callable:
+        """Fetch a model as it is, in the precision that it is trained in."""
+        model = self.models[name]
 
-    def _walk(self, predict, shape, num_steps) -> np.ndarray:
-        """From noise to pictures; `shape`: (N, h, w) of the latents."""
-        schedule = self.config.schedule
-        run = steps(schedule, schedule.sampler, num_steps)
-        rows = ops.convert_to_tensor(run.rows.astype("float32"))
-        seeds = ops.arange(shape[0], dtype="int32")
-        latent = (*shape[1:], self.config.vae.latent_channels)
-        x = noise.normal(seeds, noise.INITIAL, latent) * run.initial_scale
-        past = empty_history(x)
-        # One step at a time: this is not compiled, and a loop need not be traced.
-        for i in range(run.calls):
-            x, past = denoise(predict, lambda j, k: rows[j, k], x, past, 0, i, i + 1, seeds)
-        images = ops.cast(self.vae.decode(x / self.config.vae.scaling_factor), "float32")
-        images = ops.convert_to_numpy(images)
-        return np.round(255.0 * np.clip(images / 2.0 + 0.5, 0.0, 1.0)).astype("uint8")
+        def run(*inputs, **named):
+            with _loops_in_python(False):
+                return model(*inputs, **named)
+
+        return run if name == self.config.denoiser.component else model
+
+
+@contextlib.contextmanager
+def _loops_in_python(wanted: bool):
+    """Keep JAX from compiling the loop, which would hold the weights as constants; TensorFlow's
+    loop runs in Python anyway. Without loops, JAX's own operations stay compiled, which is faster.
+    """
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    with jax.disable_jit(wanted):
+        yield

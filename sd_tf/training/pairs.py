@@ -1,8 +1,8 @@
-"""Pairs to learn edits from: a picture, an instruction, the picture after. The world's, or parquet.
+"""Pairs to learn edits from: a picture, an instruction and the picture after it.
 
-Parquet in either published layout: `input_image`, `edit_prompt`, `edited_image`; or
-`original_image`, `edit_prompt`, `edited_image` beside the prompts of both pictures. Read a row
-group at a time, when it is wanted, so that a dataset need not fit anywhere.
+They come from the tiny world, or from parquet in either published layout: `input_image`,
+`edit_prompt`, `edited_image`; or `original_image`, `edit_prompt`, `edited_image` beside the prompts
+of both pictures. Row groups are read when they are needed, so a dataset need not fit into memory.
 """
 
 import threading
@@ -15,10 +15,12 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-from sd_tf.pictures import PictureError, open_picture
+from sd_tf.files.rows import ParquetRows, RowsError
+from sd_tf.runtime.pictures import PictureError, open_picture
 from sd_tf.training import world
-from sd_tf.training.data import ON_ERROR, ORDER, shuffled
+from sd_tf.training.data import ON_ERROR, ORDER, embedded, shuffled, without_host
 from sd_tf.training.hosts import ALONE, Host
+from sd_tf.training.origin import Record, digest, of_files
 from sd_tf.training.settings import TrainingError
 
 BEFORE_COLUMNS, INSTRUCTION, AFTER = (
@@ -31,23 +33,30 @@ GROUPS_AT_ONCE = 8  # row groups whose rows are mixed with one another
 
 @dataclass(frozen=True)
 class Pair:
+    """A picture, an instruction, and the picture after it."""
+
     before: Image.Image
     instruction: str
     after: Image.Image
 
 
 class Pairs(Protocol):
+    """Pairs by index, in an order of their own."""
+
     def __len__(self) -> int: ...
 
     def pair(self, index: int) -> Pair: ...
 
     def order(self, position: int, seed: int) -> tuple[int, int]:
-        """The index at a position of an endless series of shuffled epochs, and its epoch."""
+        """Return the index at a position in an endless series of shuffled epochs, and its epoch."""
+
+    def record(self) -> Record:
+        """Record which pairs these are; every host of a run gives the same record."""
 
 
 @dataclass(frozen=True)
 class WorldPairs:
-    """The first `count` edits of the tiny world; of several hosts, each has every n-th of them."""
+    """The first `count` edits of the tiny world; each of n hosts has every n-th of them."""
 
     count: int
     size: int
@@ -56,7 +65,7 @@ class WorldPairs:
     host: Host = ALONE
 
     def __len__(self) -> int:
-        return len(range(self.host.number, self.count, self.host.count))
+        return len(self.host.part(range(self.count)))
 
     def pair(self, index: int) -> Pair:
         edit = self.edit(index)
@@ -66,32 +75,36 @@ class WorldPairs:
         return Pair(before, edit.instruction, after)
 
     def edit(self, index: int) -> world.Edit:
-        number = self.host.number + self.host.count * index
+        number = self.host.part(range(self.count))[index]
         return world.sample_edit(number, self.seed, self.split)
 
     def order(self, position: int, seed: int) -> tuple[int, int]:
         return shuffled(position, len(self), seed)
 
+    def record(self) -> Record:
+        return without_host(self)
+
 
 @dataclass(frozen=True)
 class Group:
-    """A row group and where its rows stand among all."""
+    """A row group, and the place of its rows among all pairs."""
 
     file: Path
     number: int
-    first_row: int  # in its file
+    first_row: int  # its first row's number in the file
     rows: int
-    start: int  # the index of its first row
+    start: int  # its first row's index among all pairs
 
 
 @dataclass
 class ParquetPairs:
-    """The row groups of this host among those of all files."""
+    """Pairs from this host's row groups of parquet files."""
 
     groups: Sequence[Group]
+    content: Record  # of all files
     on_error: str
     report: Callable[[str], None]
-    skipped: dict[str, str] = field(default_factory=dict)  # where → why
+    skipped: dict[str, str] = field(default_factory=dict)  # the place of a row → why it is skipped
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self):
@@ -102,7 +115,7 @@ class ParquetPairs:
         return self.groups[-1].start + self.groups[-1].rows
 
     def pair(self, index: int) -> Pair:
-        """With `skip`, the next usable row stands in for one that is not."""
+        """Read a pair; with `on_error` "skip", a bad row is replaced by the next usable one."""
         for place in range(len(self)):
             where, row = self._row((index + place) % len(self))
             try:
@@ -110,15 +123,21 @@ class ParquetPairs:
             except PictureError as error:
                 if self.on_error == "refuse":
                     raise TrainingError(
-                        f"{where}: {error}. To leave such rows out: --on_error skip"
+                        f"{where}: {error}. To leave such rows out, set `on_error` to skip."
                     ) from error
                 self._skip(where, str(error))
-        raise TrainingError(f"No usable pair; {len(self.skipped)} rows were skipped.")
+        raise TrainingError(f"The data has no usable pair. Skipped: {len(self.skipped)} rows.")
 
     def order(self, position: int, seed: int) -> tuple[int, int]:
-        """Groups in a new order in every epoch; the rows of several at once are mixed."""
+        """Return the pair at a position, and its epoch.
+
+        In every epoch groups are shuffled, and rows among `GROUPS_AT_ONCE` groups.
+        """
         epoch, place = divmod(position, len(self))
         return int(_mixed(tuple(g.rows for g in self.groups), epoch, seed)[place]), epoch
+
+    def record(self) -> Record:
+        return self.content
 
     def _row(self, index: int):
         group = self.groups[int(np.searchsorted(self._starts, index, side="right")) - 1]
@@ -141,17 +160,19 @@ def open_pairs(
     host: Host = ALONE,
     report: Callable[[str], None] = print,
 ) -> ParquetPairs:
-    """A parquet file, or a folder of them; of several hosts, each has some of the row groups.
+    """Open a parquet file, or a folder of them; each of several hosts gets some of the row groups.
 
-    `on_error` says what a damaged row, or a file that cannot be read, leads to: `refuse` stops,
-    `skip` goes on without and counts.
+    Args:
+        on_error: `refuse` raises at a damaged row or an unreadable file; `skip` leaves it out.
     """
     if on_error not in ON_ERROR:
-        raise TrainingError(f"on_error is one of {', '.join(ON_ERROR)}. Received: {on_error}")
+        raise TrainingError(f"on_error must be one of {', '.join(ON_ERROR)}. Received: {on_error}")
     path = Path(path)
     files = [path] if path.suffix == ".parquet" else sorted(path.glob("**/*.parquet"))
     if not files or not path.exists():
-        raise TrainingError(f"{path} is no parquet file and no folder that has one.")
+        raise TrainingError(
+            f"Pairs are read from a parquet file or a folder of them. Received: {path}"
+        )
     sizes, skipped = [], {}
     for file in files:
         try:
@@ -162,35 +183,34 @@ def open_pairs(
             skipped[str(file)] = str(error)
             report(f"skipped {error}")
     groups, start = [], 0
-    for file, group, first, rows in sizes[host.number :: host.count]:
+    for file, group, first, rows in host.part(sizes):
         groups.append(Group(file, group, first, rows, start))
         start += rows
     if not groups:
         raise TrainingError(
-            f"{path} has {len(sizes)} row groups, which is not one for each of {host.count} hosts. "
-            f"Write it in smaller groups."
+            f"{path} must have at least one row group for each of {host.count} hosts. "
+            f"It has {len(sizes)}: write it with smaller groups."
         )
-    return ParquetPairs(groups, on_error, report, skipped)
+    rows = [rows for *_, rows in sizes]
+    root = path if path.is_dir() else path.parent
+    content = {"rows": sum(rows), **of_files(files, root), "groups": digest(rows)}
+    return ParquetPairs(groups, content, on_error, report, skipped)
 
 
 def _sizes(file: Path) -> list[tuple[Path, int, int, int]]:
-    """(file, group, its first row, rows), from the file's footer."""
-    import pyarrow
-    import pyarrow.parquet
-
+    """Return (file, group, its first row, rows) of each group, from the file's footer."""
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise TrainingError(f"{file} is not readable as parquet: {error}") from error
-    names = set(table.schema_arrow.names)
+        table = ParquetRows(file)
+    except RowsError as error:
+        raise TrainingError(str(error)) from error
+    names = set(table.columns)
     if not names & set(BEFORE_COLUMNS) or not {INSTRUCTION, AFTER} <= names:
         raise TrainingError(
             f"{file}: pairs have the columns {' or '.join(BEFORE_COLUMNS)}, {INSTRUCTION} and "
-            f"{AFTER}; it has {', '.join(table.schema_arrow.names)}."
+            f"{AFTER}; it has {', '.join(table.columns)}."
         )
     found, first = [], 0
-    for group in range(table.num_row_groups):
-        rows = table.metadata.row_group(group).num_rows
+    for group, rows in enumerate(table.group_sizes):
         if rows:
             found.append((file, group, first, rows))
         first += rows
@@ -198,15 +218,11 @@ def _sizes(file: Path) -> list[tuple[Path, int, int, int]]:
 
 
 def _read_group(group: Group) -> list[dict]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
-        table = pyarrow.parquet.ParquetFile(group.file)
-        before = next(name for name in BEFORE_COLUMNS if name in table.schema_arrow.names)
-        columns = [before, INSTRUCTION, AFTER]
-        rows = table.read_row_group(group.number, columns=columns).to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        table = ParquetRows(group.file)
+        before = next(name for name in BEFORE_COLUMNS if name in table.columns)
+        rows = table.group(group.number, [before, INSTRUCTION, AFTER])
+    except RowsError as error:
         problem = PictureError(f"its row group cannot be read ({error})")
         return [{"problem": problem}] * group.rows
     return [
@@ -223,9 +239,7 @@ def _pair_of(row: dict) -> Pair:
         raise PictureError("there is no instruction")
     pictures = []
     for name in ("before", "after"):
-        content = row[name]
-        if isinstance(content, dict):  # the layout of Hugging Face's datasets
-            content = content.get("bytes")
+        content = embedded(row[name])
         if not isinstance(content, bytes):
             raise PictureError(f"there is no picture {name}")
         try:
@@ -237,6 +251,7 @@ def _pair_of(row: dict) -> Pair:
 
 @lru_cache(maxsize=4)
 def _mixed(rows: tuple[int, ...], epoch: int, seed: int) -> np.ndarray:
+    """Return the order of all rows in an epoch, given the number of rows in each group."""
     draws = np.random.default_rng([seed, ORDER, epoch])
     starts = np.concatenate([[0], np.cumsum(rows)[:-1]])
     groups = draws.permutation(len(rows))

@@ -1,4 +1,4 @@
-"""One optimizer update, compiled by XLA: the same losses, optimizer and average on each backend."""
+"""One optimizer update, compiled by XLA, on TensorFlow or JAX."""
 
 import keras
 import numpy as np
@@ -9,14 +9,14 @@ from sd_tf.training.settings import Settings
 
 
 def compiled_step(loss, optimizer, average, settings: Settings):
-    """A function of a batch (arrays by name) that updates everything and returns the figures."""
+    """Return a function that updates everything by a batch (arrays by name) and gives figures."""
     optimizer.build(loss.trainable_variables)
     make = _jax_step if keras.backend.backend() == "jax" else _tensorflow_step
     return make(loss, optimizer, average, settings)
 
 
 def state_of(loss, optimizer, average) -> list[keras.Variable]:
-    """Every variable that a run consists of, in a fixed order."""
+    """List every variable that an update changes, in a fixed order."""
     return [
         *loss.trainable_variables,
         *optimizer.variables,
@@ -25,15 +25,16 @@ def state_of(loss, optimizer, average) -> list[keras.Variable]:
 
 
 def frozen_of(loss) -> list[keras.Variable]:
-    """What the loss reads and a run leaves as it is. Arguments of the update, too: XLA would copy
-    constants into the code, and fold them.
+    """List the variables that the loss reads and no update changes.
+
+    They are arguments of the compiled update, because XLA would copy constants into its code.
     """
     trained = {id(v) for v in loss.trainable_variables}
     return [v for v in loss.variables if id(v) not in trained]
 
 
 def _accumulated(gradients_of, batch, count):
-    """Gradients and figures of a batch, computed in `count` parts one after another."""
+    """Compute a batch's gradients and figures in `count` parts, one after another."""
     total = None
     for i in range(count):
         part = {
@@ -69,7 +70,8 @@ def _tensorflow_step(loss, optimizer, average, settings):
             tape.watch(values)
             value, figures = loss(batch)
         gradients = tape.gradient(value, values)
-        return [tf.convert_to_tensor(g) for g in gradients], figures  # embeddings' are sparse
+        # Gradients of embeddings are sparse.
+        return [tf.convert_to_tensor(g) for g in gradients], figures
 
     @tf.function(jit_compile=settings.jit_compile, autograph=False)
     def step(batch):
@@ -85,7 +87,7 @@ def _tensorflow_step(loss, optimizer, average, settings):
 
 
 def jax_update(loss, optimizer, average, settings):
-    """A pure function: values of `state_of`, of `frozen_of`, a batch → the state after, figures."""
+    """Return a pure function: values of `state_of` and `frozen_of`, batch → new state, figures."""
     import jax
 
     trained, variables = loss.trainable_variables, state_of(loss, optimizer, average)

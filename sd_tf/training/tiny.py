@@ -1,7 +1,7 @@
-"""The embedded checkpoint's making: autoencoder, then text encoder and UNet, in the tiny world."""
+"""Train the embedded checkpoint in the tiny world: autoencoder, then text encoder and UNet."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import keras
@@ -9,32 +9,33 @@ import numpy as np
 
 from sd_tf.checkpoints import CONFIG
 from sd_tf.config import END_TOKEN, START_TOKEN, PipelineConfig
-from sd_tf.generate import contact_sheet
 from sd_tf.models import MODEL_CLASSES
-from sd_tf.tokenizer import ClipTokenizer
+from sd_tf.runtime.pictures import contact_sheet
+from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training import world
 from sd_tf.training.batches import LatentBatches, PictureBatches, ReadingBatches
 from sd_tf.training.data import World
-from sd_tf.training.initial import initialize
-from sd_tf.training.latents import cached_latents
+from sd_tf.training.initial_weights import initialize
+from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import Autoencoding, Denoising, Reading
+from sd_tf.training.origin import Record
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, Settings
 from sd_tf.training.trainer import Run
 from sd_tf.weights import save_folder
 
-VOCABULARY_SCENES = 4000  # captions from which the words of the world are collected
+VOCABULARY_SCENES = 4000  # scenes from whose captions the words of the world are collected
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Text encoder and UNet together, on noisy latents of captioned scenes."""
+    """A stage that trains text encoder and UNet together, on noisy latents of captioned scenes."""
 
     settings: Settings
-    min_snr: float | None = None  # None: all noise levels weigh the same
-    first_timestep: int = 0  # only noise levels from this one on
-    things: int | None = None  # only scenes of so many
-    complete: bool = False  # captions that leave nothing out
+    min_snr: float | None = None  # None: all noise levels have equal weights
+    first_timestep: int = 0  # use only noise levels from this one on
+    things: int | None = None  # use only scenes with that number of things
+    complete: bool = False  # use captions that leave nothing out
     caption_dropout: float = 0.1
 
     def loss(self, text_encoder, unet, schedule) -> Denoising:
@@ -58,7 +59,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Reads:
-    """The text encoder alone, on what complete captions say of each place in the picture."""
+    """A stage that trains the text encoder alone, to tell what a complete caption puts where."""
 
     settings: Settings
 
@@ -74,9 +75,22 @@ class Recipe:
     """Everything that the tiny checkpoint's weights depend on."""
 
     config: PipelineConfig
-    scenes: int  # of the training world
+    scenes: int  # number of scenes in the training world
     autoencoder: Settings
     denoiser: tuple[Draws | Reads, ...]
+
+    def record(self, stages: int) -> Record:
+        """Record what the autoencoder and that many stages of the denoiser depend on."""
+        phases = [
+            {**asdict(phase), "settings": phase.settings.record()}
+            for phase in self.denoiser[:stages]
+        ]
+        return {
+            "config": asdict(self.config),
+            "scenes": self.scenes,
+            "autoencoder": self.autoencoder.record(),
+            "stages": {str(number): phase for number, phase in enumerate(phases, start=1)},
+        }
 
 
 LAYOUT = Settings(
@@ -99,7 +113,7 @@ TINY = Recipe(
         sample_every=800,
     ),
     denoiser=(
-        # What things look like.
+        # How things look.
         Draws(
             Settings(
                 steps=8000,
@@ -121,9 +135,9 @@ TINY = Recipe(
                 sample_every=1000,
             ),
         ),
-        # Where they stand. With all scenes and noise levels at once, the text encoder takes no
-        # notice of the words for that and does not come back to them. The noisiest steps teach
-        # them, where a picture is nearly nothing but its caption: first of one thing …
+        # Where things are. With all scenes and noise levels at once, the text encoder learns to
+        # ignore the words for that, and later stages do not correct it. The noisiest levels teach
+        # them, where hardly anything but the caption tells the picture: first with one thing …
         Draws(
             replace(LAYOUT, steps=600),
             first_timestep=800,
@@ -131,7 +145,7 @@ TINY = Recipe(
             complete=True,
             caption_dropout=0.0,
         ),
-        # … then of two, for which the text encoder first has to learn which of them is where.
+        # … then with two, for which the text encoder first has to learn which of them is where.
         Reads(
             Settings(
                 steps=1500,
@@ -147,7 +161,7 @@ TINY = Recipe(
             complete=True,
             caption_dropout=0.0,
         ),
-        # All of it together.
+        # Everything together.
         Draws(
             Settings(
                 steps=4000,
@@ -163,11 +177,11 @@ TINY = Recipe(
 
 
 def train(recipe: Recipe, folder: Path, report: Callable[[str], None] = print) -> Path:
-    """All stages, each going on where it was stopped; returns the checkpoint's folder."""
+    """Run all stages, each resumed where it was stopped; return the checkpoint's folder."""
     config = recipe.config
     pictures = World(recipe.scenes, config.default_size)
     vae, factor, latents = train_autoencoder(recipe, pictures, folder, report)
-    config = replace(config, vae=replace(config.vae, scaling_factor=factor))
+    config = replace(config, autoencoder=replace(config.autoencoder, scaling_factor=factor))
     text_encoder, unet, tokenizer = train_denoiser(
         replace(recipe, config=config), pictures, latents, vae, folder, report
     )
@@ -179,6 +193,7 @@ def train(recipe: Recipe, folder: Path, report: Callable[[str], None] = print) -
 
 
 def build(recipe: Recipe, name: str, settings: Settings, **options) -> keras.layers.Layer:
+    """Build a component's model with initial weights."""
     part = recipe.config.components[name]
     model = MODEL_CLASSES[type(part)](part, dtype=settings.precision)
     initialize(model, name, settings.seed, **options)
@@ -186,28 +201,31 @@ def build(recipe: Recipe, name: str, settings: Settings, **options) -> keras.lay
 
 
 def train_autoencoder(recipe, pictures: World, folder: Path, report):
-    """Returns the VAE, its scaling factor, and the latents (N, h, w, C) of all pictures."""
+    """Train the VAE; return it, its scaling factor, and all pictures' latents (N, h, w, C)."""
     config, settings = recipe.config, recipe.autoencoder
     vae = build(recipe, "vae", settings, open_output=True)
-    side = config.unet.sample_size
-    shape = (side, side, config.vae.latent_channels)
+    side = config.denoiser.sample_size
+    shape = (side, side, config.autoencoder.latent_channels)
     batches = PictureBatches(pictures, settings.batch_size, settings.seed, shape)
     stage = folder / "autoencoder"
-    Run(Autoencoding(vae), batches, settings, stage, report).train()
+    begun = recipe.record(stages=0)
+    Run(Autoencoding(vae), batches, settings, stage, report, depends_on=begun).train()
 
-    latents = cached_latents(vae, pictures, stage, report)
+    latents = cached_latents(vae, pictures, stage / CACHE, begun, report)
     factor = round(1.0 / float(np.std(latents.astype("float32"))), 5)
     report(f"latents' mean {latents.mean(dtype='float64'):.3f}, scaling factor {factor}")
     return vae, factor, latents
 
 
 def train_denoiser(recipe, pictures: World, latents, vae, folder: Path, report):
+    """Train text encoder and UNet stage by stage; return them and the tokenizer."""
     config, first = recipe.config, recipe.denoiser[0].settings
-    tokenizer = ClipTokenizer.clip(config.text_encoder.pad_token_id)
+    tokenizer = ClipTokenizer.clip(config.text_encoders["text_encoder"].pad_token_id)
     text_encoder = build(recipe, "text_encoder", first, token_ids=vocabulary(pictures, tokenizer))
     unet = build(recipe, "unet", first)
     prompts = [text for things in (1, 2) for text, _ in world.prompts(18, "train", things)]
-    painter = Painter(config, text_encoder, unet, vae, tokenizer)
+    models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
+    painter = Painter(config, models, tokenizer)
     for number, phase in enumerate(recipe.denoiser, start=1):
         stage = folder / f"denoiser-{number}"
         loss = phase.loss(text_encoder, unet, config.schedule)
@@ -216,12 +234,13 @@ def train_denoiser(recipe, pictures: World, latents, vae, folder: Path, report):
         def sample(step, stage=stage):
             contact_sheet(painter.draw(prompts)).save(stage / f"{step:06d}.png")
 
-        Run(loss, batches, phase.settings, stage, report, sample).train()
+        begun = recipe.record(stages=number)
+        Run(loss, batches, phase.settings, stage, report, sample, depends_on=begun).train()
     return text_encoder, unet, tokenizer
 
 
 def vocabulary(pictures: World, tokenizer: ClipTokenizer) -> np.ndarray:
-    """The token ids that captions of this world are made of."""
+    """Collect the token ids that occur in captions of this world."""
     count = min(len(pictures), VOCABULARY_SCENES)
     ids = tokenizer([pictures.caption(i, epoch) for i in range(count) for epoch in range(3)])
     return np.union1d(ids, [START_TOKEN, END_TOKEN])

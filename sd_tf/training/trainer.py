@@ -1,32 +1,35 @@
-"""The run: steps, figures, checkpoints that can be resumed, sample sheets."""
+"""Run a training: steps, figures, checkpoints that can be resumed, and sample sheets."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import keras
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from sd_tf.files import atomic
 from sd_tf.training.batches import Batch
 from sd_tf.training.ema import Average
 from sd_tf.training.hosts import this_host
+from sd_tf.training.origin import Record, check_same
 from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.step import compiled_step, state_of
 
-STATE_FILE, LOG_FILE, BOARD_FOLDER = "state.safetensors", "log.jsonl", "tensorboard"
+STATE, STATE_SUFFIX = "state", ".safetensors"
+LOG_FILE, BOARD_FOLDER = "log.jsonl", "tensorboard"
+KEPT_STATES = 2
 
 Report = Callable[[str], None]
 
 
 def optimizer_for(settings: Settings, variables) -> keras.optimizers.Optimizer:
-    """AdamW with warm-up and cosine; norms, biases and embeddings do not decay."""
+    """Return AdamW with warm-up and cosine decay; norms, biases and embeddings do not decay."""
     rate = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0,
         decay_steps=max(settings.steps - settings.warm_up, 1),
@@ -47,21 +50,25 @@ def optimizer_for(settings: Settings, variables) -> keras.optimizers.Optimizer:
 
 @dataclass
 class Run:
-    """A loss being trained in a folder. `train` goes on from whatever the folder holds."""
+    """A loss that is trained in a folder. `train` resumes from the checkpoint in it, if any."""
 
     loss: keras.layers.Layer
     batches: Callable[[int], Batch]
     settings: Settings
     folder: Path
     report: Report = print
-    sample: Callable[[int], None] | None = None  # called with the step, averaged weights in place
-    average: Average | None = None  # one of the caller's, where the settings have none
+    sample: Callable[[int], None] | None = None  # called with the step and the averaged weights
+    average: Average | None = None  # the caller's own average, if the settings have none
+    depends_on: Record = field(default_factory=dict)  # beside the settings; see `origin`
 
     def __post_init__(self):
         self.settings.check()
         self.host = this_host()
         if self.host.count > 1 and self.settings.sample_every:
-            raise TrainingError("Sample sheets are drawn on one host: leave sample_every at 0.")
+            raise TrainingError(
+                f"Sample sheets are drawn on one host only: on several, `sample_every` must be 0. "
+                f"Received: {self.settings.sample_every}"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.optimizer = optimizer_for(self.settings, self.loss.trainable_variables)
         self._compile()
@@ -71,7 +78,7 @@ class Run:
         self.run_step = compiled_step(self.loss, self.optimizer, self.average, self.settings)
 
     def _begin_average(self, step: int) -> None:
-        """From its first step on; until then it costs neither time nor memory."""
+        """Create the average at its first step; until then it costs neither time nor memory."""
         averaging, steps = self.settings.averaging, self.settings.steps
         if self.average is not None or averaging.start is None:
             return
@@ -80,7 +87,7 @@ class Run:
             self._compile()
 
     def train(self) -> None:
-        """Leaves the averaged weights, where there are any, in the models."""
+        """Train to the last step, and leave the averaged weights, if any, in the models."""
         first, last = self.resume(), self.settings.steps
         with Progress(self, first) as progress:
             for done, batch in enumerate(self._prefetched(first, last), start=first + 1):
@@ -98,7 +105,7 @@ class Run:
         self._exchange()
 
     def _prefetched(self, first: int, last: int) -> Iterator[Batch]:
-        """The batches of steps [first, last), one ahead of its use."""
+        """Yield the batches of steps [first, last), each prepared one step ahead."""
         with ThreadPoolExecutor(1) as ahead:
             pending = ahead.submit(self.batches, first) if first < last else None
             for step in range(first, last):
@@ -106,10 +113,9 @@ class Run:
                 pending = ahead.submit(self.batches, step + 1) if step + 1 < last else None
                 yield batch
 
-    # Averaged weights in place of the last ones
-
     @contextmanager
     def averaged(self):
+        """Put the averaged weights into the models inside this context."""
         self._exchange()
         try:
             yield
@@ -123,47 +129,70 @@ class Run:
     # Checkpoints
 
     def save(self, step: int) -> None:
-        """All at once or not at all."""
+        """Write the state to a file of its own in one atomic step; keep the one before, too."""
         if not self.host.is_first:
             return
         variables = state_of(self.loss, self.optimizer, self.average)
-        path = self.folder / STATE_FILE
-        unfinished = path.with_suffix(".unfinished")
-        metadata = {"step": str(step), "settings": json.dumps(self.settings.record())}
         arrays = {f"{i:05d}": np.array(v) for i, v in enumerate(variables)}
-        save_file(arrays, unfinished, metadata=metadata)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        kept = states(self.folder)
+        for variable, array in zip(variables, arrays.values(), strict=True):
+            if not np.isfinite(array).all():
+                last = f"The last good one is {kept[-1]}." if kept else "There is no earlier one."
+                raise TrainingError(
+                    f"The state at step {step} is not saved: {variable.path} has values that are "
+                    f"not finite. Lower `learning_rate`. {last}"
+                )
+        metadata = {"step": str(step), "depends_on": json.dumps(self._origin())}
+        path = self.folder / f"{STATE}-{step:08d}{STATE_SUFFIX}"
+        with atomic.new_file(path, durable=True) as part:
+            save_file(arrays, part, metadata=metadata)
+        for old in states(self.folder)[:-KEPT_STATES]:
+            old.unlink()
+
+    def _origin(self) -> Record:
+        return {**self.settings.record(), **self.depends_on}
 
     def resume(self) -> int:
-        """The step to go on from: 0 in an empty folder."""
-        path = self.folder / STATE_FILE
-        if not path.exists():
+        """Load the folder's latest state, if any; return the step to continue from."""
+        kept = states(self.folder)
+        if not kept:
             return 0
-        with safe_open(path, framework="numpy") as stored:
-            metadata = stored.metadata()
-            if json.loads(metadata["settings"]) != self.settings.record():
-                raise TrainingError(
-                    f"{path} belongs to a run with other settings. Choose another --out, or "
-                    f"repeat the settings: {metadata['settings']}"
-                )
-            step = int(metadata["step"])
-            self._begin_average(step - 1)
-            variables = state_of(self.loss, self.optimizer, self.average)
-            if len(stored.keys()) != len(variables):
-                raise TrainingError(
-                    f"{path} holds {len(stored.keys())} tensors, this run has {len(variables)}: "
-                    f"it belongs to another model."
-                )
-            for key, variable in zip(sorted(stored.keys()), variables, strict=True):
-                variable.assign(stored.get_tensor(key))
+        path = kept[-1]
+        try:
+            with safe_open(path, framework="numpy") as stored:
+                step = self._load(path, stored)
+        except SafetensorError as error:
+            raise TrainingError(
+                f"{path} is damaged: {error}. Delete it, to continue from the state before it "
+                f"or else from the beginning."
+            ) from error
         self.report(f"resumed at step {step} from {path}")
         return step
 
+    def _load(self, path: Path, stored) -> int:
+        metadata = stored.metadata() or {}
+        mend = "Give what the run was begun with, or choose another `folder`."
+        check_same(metadata.get("depends_on"), self._origin(), path, mend)
+        step = int(metadata["step"])
+        self._begin_average(step - 1)
+        variables = state_of(self.loss, self.optimizer, self.average)
+        if len(stored.keys()) != len(variables):
+            raise TrainingError(
+                f"{path} belongs to another model: it holds {len(stored.keys())} tensors, but "
+                f"this run has {len(variables)}. Choose another `folder`."
+            )
+        for key, variable in zip(sorted(stored.keys()), variables, strict=True):
+            variable.assign(stored.get_tensor(key))
+        return step
+
+
+def states(folder: Path) -> list[Path]:
+    """List the states that are kept in a run's folder, the latest last."""
+    return sorted(folder.glob(f"{STATE}*{STATE_SUFFIX}"))
+
 
 class Progress:
-    """The figures of a run: means since the last line, on the screen, in a log, in TensorBoard."""
+    """Reports a run's figures, averaged since the last report: text, a log and TensorBoard."""
 
     def __init__(self, run: Run, first: int):
         self.folder, self.settings, self.report = run.folder, run.settings, run.report
@@ -185,15 +214,15 @@ class Progress:
         self.seen.append(figures)
 
     def skip(self) -> None:
-        """What was done since the last line was not training."""
+        """Leave the time since the last report out of the training speed."""
         self.since = time.perf_counter()
 
     def tell(self, done: int) -> None:
         figures = {k: float(np.mean([f[k] for f in self.seen])) for k in self.seen[0]}
         if not np.isfinite(figures["loss"]):
             raise TrainingError(
-                f"The loss is {figures['loss']} at step {done}. Lower the learning rate; the last "
-                f"checkpoint is in {self.folder}."
+                f"The loss is {figures['loss']} at step {done}. Lower `learning_rate`. The last "
+                f"states are in {self.folder}."
             )
         now, steps = time.perf_counter(), self.settings.steps
         examples = len(self.seen) * self.settings.batch_size
@@ -209,7 +238,7 @@ class Progress:
 
 
 class Board:
-    """TensorBoard's event files."""
+    """Writes TensorBoard's event files."""
 
     def __init__(self, folder: Path):
         import tensorflow as tf

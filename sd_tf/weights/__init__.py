@@ -1,68 +1,8 @@
-"""Checkpoints of every format that users have, loaded strictly and one tensor at a time."""
+"""Read checkpoints of every supported format, strictly and one tensor at a time."""
 
-import re
-from pathlib import Path
-
-from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.weights.checkpoint import Checkpoint
-from sd_tf.weights.diffusers import MODEL_INDEX, open_folder, save_folder
-from sd_tf.weights.single_file import open_file
-from sd_tf.weights.tensors import CheckpointError, StoredTensor, refuse_pickle
+from sd_tf.weights.diffusers import save_folder
+from sd_tf.weights.open import open_checkpoint
+from sd_tf.weights.tensors import CheckpointError, StoredTensor
 
 __all__ = ["Checkpoint", "CheckpointError", "StoredTensor", "open_checkpoint", "save_folder"]
-
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+$")
-KERASCV = "kerascv:"
-
-
-def open_checkpoint(
-    source: str | Path,
-    *,
-    family: str | None = None,
-    scheduler: str | None = None,
-    variant: str | None = None,
-    revision: str | None = None,
-    ema: bool = False,
-) -> Checkpoint:
-    """Find out what `source` is and open it; no weights are read yet.
-
-    Args:
-        source: a diffusers folder, a single `.safetensors` file, a Hugging Face Hub id
-            (`owner/name`), `kerascv:sd1.4`, `kerascv:sd2.1` or `kerascv:FOLDER`.
-        family: settles what a single SD2 file cannot tell: `sd2-base` or `sd2-v`.
-        scheduler: the sampler, in place of the checkpoint's own choice.
-        variant: which weights of a folder or of the Hub: `fp16`, `non_ema`.
-        revision: branch, tag or commit on the Hub.
-        ema: take a single file's averaged UNet weights.
-    """
-    for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
-        if value is not None and value not in known:
-            raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")
-    source = str(source)
-    if source.startswith(KERASCV):
-        from sd_tf.weights import kerascv  # imports TensorFlow and all of KerasCV
-
-        return kerascv.open_release(source, scheduler)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        if not (path / MODEL_INDEX).is_file():
-            raise CheckpointError(
-                f"{path} is not a diffusers folder: it has no {MODEL_INDEX}. A single file is "
-                f"given by its own path, KerasCV's files as {KERASCV}{path}."
-            )
-        return open_folder(path, variant, scheduler)
-    if path.is_file():
-        refuse_pickle(path)
-        if path.suffix != ".safetensors":
-            raise CheckpointError(
-                f"{path}: a single file must be .safetensors. "
-                f"Received: {path.suffix or 'no suffix'}"
-            )
-        return open_file(path, family, scheduler, ema)
-    refuse_pickle(path)
-    if HUB_ID.fullmatch(source):
-        from sd_tf.weights import hub
-
-        folder = hub.fetch(source, revision, variant)
-        return open_folder(folder, variant, scheduler)
-    raise CheckpointError(f"No such file or folder: {path}")

@@ -1,19 +1,22 @@
-"""Diffusers folders: `model_index.json` and a folder for each component. Read, and written."""
+"""Read and write diffusers folders: `model_index.json` and a folder for each component."""
 
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import keras
 
-from sd_tf.config import PipelineConfig
-from sd_tf.tokenizer import ClipTokenizer
+from sd_tf.config import PipelineConfig, latent_inputs_of
+from sd_tf.errors import SdTfError
+from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import diffusers_config as json_config
 from sd_tf.weights import layout
 from sd_tf.weights.checkpoint import Checkpoint
+from sd_tf.weights.diffusers_schedule import read_schedule, write_schedule
 from sd_tf.weights.tensors import (
     PICKLES,
     CheckpointError,
@@ -27,6 +30,7 @@ from sd_tf.weights.tensors import (
 )
 
 MODEL_INDEX = "model_index.json"
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")  # in the order of concatenation
 TEXT_CLASSES = ("CLIPTextModel", "CLIPTextModelWithProjection")
 WEIGHTS_STEM = {
     "text_encoder": "model",
@@ -43,7 +47,7 @@ KNOWN_CLASSES = {
     "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
     "scheduler": None,  # read_schedule decides
 }
-# They judge or watermark finished pictures, and take no part in making them.
+# These check or watermark finished pictures, and take no part in computing them.
 IGNORED_COMPONENTS = ("safety_checker", "feature_extractor", "watermark")
 PIPELINES = """
     StableDiffusionPipeline StableDiffusionImg2ImgPipeline StableDiffusionInpaintPipeline
@@ -56,7 +60,7 @@ OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn
 
 
 def open_folder(folder: Path, variant: str | None = None, scheduler: str | None = None):
-    """A folder on disk as a `Checkpoint`. `variant` picks among the weights (`fp16`, `non_ema`)."""
+    """Open a folder as a `Checkpoint`. `variant` names a set of weights: `fp16`, `non_ema`."""
     index = read_index(folder)
     config = read_config(folder, index, scheduler)
     readers = {name: partial(_open_component, folder, name, variant) for name in config.components}
@@ -65,20 +69,21 @@ def open_folder(folder: Path, variant: str | None = None, scheduler: str | None 
         for encoder in config.text_encoders
         if (folder / encoder.replace(*TOKENIZER_OF)).is_dir()
     }
-    return Checkpoint(str(folder), "diffusers folder", config, readers, tokenizers)
+    name = folder.resolve().name
+    return Checkpoint(name, str(folder), "diffusers folder", config, readers, tokenizers)
 
 
 TOKENIZER_OF = ("text_encoder", "tokenizer")
 
 
 def read_index(folder: Path) -> dict:
-    """`model_index.json`, its components checked to be ones that we know."""
+    """Read `model_index.json`, and check that its pipeline and its components are supported."""
     path = folder / MODEL_INDEX
     index = read_json(path)
     pipeline = index.get("_class_name")
     if pipeline not in PIPELINES:
         raise CheckpointError(
-            f"{path}: the pipeline {pipeline!r} is not supported; supported: "
+            f"{path}: the pipeline class {pipeline!r} is not supported; supported: "
             f"{', '.join(PIPELINES)}."
         )
     for name, entry in components_of(index).items():
@@ -87,8 +92,8 @@ def read_index(folder: Path) -> dict:
         kind = entry[1]
         if name not in KNOWN_CLASSES:
             raise CheckpointError(
-                f"{path}: the component {name!r} ({kind}) is unknown; a pipeline that needs it "
-                f"cannot be computed without it. Known: {', '.join(KNOWN_CLASSES)}."
+                f"{path}: the component {name!r} ({kind}) is not supported, and without it the "
+                f"pipeline would compute something else. Supported: {', '.join(KNOWN_CLASSES)}."
             )
         known = KNOWN_CLASSES[name]
         if known is not None and kind not in known:
@@ -97,7 +102,7 @@ def read_index(folder: Path) -> dict:
 
 
 def components_of(index: Mapping) -> dict[str, list]:
-    """The components that are there and take part; [null, null] means absent."""
+    """Return the components that are present and compute pictures; [null, null] means absent."""
     return {
         name: entry
         for name, entry in index.items()
@@ -112,37 +117,53 @@ def read_config(folder: Path, index: Mapping, scheduler: str | None = None) -> P
         if name not in components:
             raise CheckpointError(f"{folder / MODEL_INDEX} names no {name}.")
 
-    if not components.keys() & {"text_encoder", "text_encoder_2"}:
+    if not components.keys() & set(TEXT_ENCODERS):
         raise CheckpointError(f"{folder / MODEL_INDEX} names no text encoder.")
 
+    def read(reader, part, *more, file="config.json", **named):
+        path = folder / part / file
+        with _understood(path):
+            return reader(read_json(path), str(path), *more, **named)
+
     def text_encoder(name):
-        if name not in components:
-            return None
-        path = folder / name / "config.json"
-        return json_config.read_text_encoder(
-            read_json(path),
-            str(path),
+        return read(
+            json_config.read_text_encoder,
+            name,
             projected=components[name][1].endswith("WithProjection"),
             penultimate="XL" in index["_class_name"],
         )
 
-    encoders = {name: text_encoder(name) for name in ("text_encoder", "text_encoder_2")}
-    pooled = [encoder.projection_dim for encoder in encoders.values() if encoder is not None]
-    unet_file, vae_file = folder / "unet" / "config.json", folder / "vae" / "config.json"
-    schedule_file = folder / "scheduler" / "scheduler_config.json"
-    return PipelineConfig(
-        **encoders,
-        unet=json_config.read_unet(read_json(unet_file), str(unet_file), pooled[-1]),
-        vae=json_config.read_vae(read_json(vae_file), str(vae_file)),
-        schedule=json_config.read_schedule(read_json(schedule_file), str(schedule_file), scheduler),
-        zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", False)),
-    ).check()
+    encoders = {name: text_encoder(name) for name in TEXT_ENCODERS if name in components}
+    pooled = [encoder.projection_dim for encoder in encoders.values()]
+    unet = read(json_config.read_unet, "unet", pooled[-1])
+    vae = read(json_config.read_vae, "vae")
+    schedule = read(read_schedule, "scheduler", scheduler, file="scheduler_config.json")
+    with _understood(folder):
+        return PipelineConfig(
+            encoders,
+            denoiser=unet,
+            autoencoder=vae,
+            latent_inputs=latent_inputs_of(unet, vae),
+            schedule=schedule,
+            zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", False)),
+        ).check()
+
+
+@contextmanager
+def _understood(path: Path) -> Iterator[None]:
+    """Report values of kinds that no configuration has, such as a list for a number."""
+    try:
+        yield
+    except SdTfError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has a value of a wrong kind: {error!r}.") from error
 
 
 def choose_weights(files: Iterable[str], component: str, variant: str | None = None) -> str:
-    """The file among a component's that holds its weights, or the index of its shards.
+    """Choose among a component's files the one with its weights, or the index of its shards.
 
-    Without a `variant` the plain file is taken, else the half precision one.
+    Without a `variant`, it is the plain file or, if there is none, the one in half precision.
     """
     files = sorted(files)
     found = {}
@@ -150,7 +171,7 @@ def choose_weights(files: Iterable[str], component: str, variant: str | None = N
         stem, *parts = file.split(".")
         if stem == WEIGHTS_STEM[component] and "safetensors" in parts:
             rest = [part for part in parts if part not in ("safetensors", "index", "json")]
-            if not any("-of-" in part for part in rest):  # a shard, which its index will name
+            if not any("-of-" in part for part in rest):  # not a shard, which an index names
                 found.setdefault(".".join(rest), file)
     wanted = ("", "fp16") if variant is None else (variant,)
     for name in wanted:
@@ -158,8 +179,8 @@ def choose_weights(files: Iterable[str], component: str, variant: str | None = N
             return found[name]
     if found:
         raise CheckpointError(
-            f"{component} has no weights {' or '.join(repr(name or 'plain') for name in wanted)}; "
-            f"choose with variant=..., one of {', '.join(sorted(found))}."
+            f"{component} has no {' or '.join(repr(name or 'plain') for name in wanted)} weights; "
+            f"set `variant` to one of {', '.join(name or 'None' for name in sorted(found))}."
         )
     for file in files:
         if Path(file).suffix in PICKLES:
@@ -184,7 +205,7 @@ def _open_component(folder: Path, name: str, variant: str | None) -> dict[str, S
 
 
 def canonical_name(component: str, name: str) -> str:
-    """Names of older and newer releases → the ones that the models' attributes have."""
+    """Translate the names of older and newer releases to those of the models' attributes."""
     if component.startswith("text_encoder"):
         if re.match(r"(embeddings|encoder|final_layer_norm)\.", name):
             return f"text_model.{name}"
@@ -205,29 +226,29 @@ def save_folder(
     tokenizers: Mapping[str, ClipTokenizer],
     dtype: str | None = None,
 ) -> None:
-    """Write a pipeline that diffusers loads, its tensors as `dtype`, or as the variables are.
+    """Write a pipeline that diffusers loads, with tensors of `dtype` (None: the variables' dtype).
 
-    Numerics in which KerasCV differs from diffusers (epsilons, gelu) have no field there: the
-    weights are the same, and whoever reads them computes in its own way.
+    Diffusers' files have no fields for the numerics in which KerasCV differs (epsilons, gelu), so
+    weights from KerasCV give slightly different results when diffusers computes them.
     """
     folder = Path(folder)
     config.check()
     if models.keys() != config.components.keys():
         raise CheckpointError(
-            f"A folder holds the components {', '.join(config.components)}. "
+            f"models must be those of the configuration: {', '.join(config.components)}. "
             f"Received: {', '.join(models) or 'none'}"
         )
     if tokenizers.keys() != config.text_encoders.keys():
         raise CheckpointError(
-            f"One tokenizer for each of {', '.join(config.text_encoders)} is needed. "
+            f"tokenizers must have one for each of {', '.join(config.text_encoders)}. "
             f"Received: {', '.join(tokenizers) or 'none'}"
         )
     index = {"_class_name": json_config.pipeline_class(config), "_diffusers_version": "0.35.0"}
-    if config.unet.added is not None:
+    if config.denoiser.added is not None:
         index["force_zeros_for_empty_prompt"] = config.zero_empty_negative
-        if config.text_encoder is None:
+        if "text_encoder" not in config.text_encoders:
             index |= {"text_encoder": [None, None], "tokenizer": [None, None]}
-            index["requires_aesthetics_score"] = config.unet.added.num_time_ids == 5
+            index["requires_aesthetics_score"] = config.denoiser.added.num_time_ids == 5
     else:
         index |= {"safety_checker": [None, None], "feature_extractor": [None, None]}
         index["requires_safety_checker"] = False
@@ -252,7 +273,7 @@ def save_folder(
         name = encoder.replace(*TOKENIZER_OF)
         tokenizer.save(folder / name)
         index[name] = ["transformers", "CLIPTokenizer"]
-    schedule = json_config.write_schedule(config.schedule)
+    schedule = write_schedule(config.schedule)
     _write_json(folder / "scheduler" / "scheduler_config.json", schedule)
     index["scheduler"] = ["diffusers", schedule["_class_name"]]
     _write_json(folder / MODEL_INDEX, index)

@@ -1,46 +1,32 @@
-"""The JSON files of a diffusers folder ↔ `sd_tf.config`.
+"""Translate the JSON files of a diffusers folder's models to `sd_tf.config` and back.
 
-Every field is either understood, or required to have the one value that we compute, or known not to
-matter. Anything else is refused by its name and value.
+Every field is either read, or required to have the one value that our models compute, or known to
+have no effect. Any other field is refused by its name and value.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sd_tf.config import (
-    SAMPLERS,
     START_TOKEN,
     AddedConditioning,
+    AutoencoderConfig,
     ConfigError,
     PipelineConfig,
-    SamplerSpec,
-    ScheduleConfig,
     TextEncoderConfig,
     UNetConfig,
-    VAEConfig,
 )
 
-# diffusers' class → the attention of its level.
+# diffusers' class of a block → whether the block has attention.
 DOWN_BLOCKS = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 UP_BLOCKS = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
 MID_BLOCKS = {"UNetMidBlock2DCrossAttn": True, "UNetMidBlock2D": False, None: None}
 
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-SCHEDULERS = {
-    "DDIMScheduler": "ddim",
-    "PNDMScheduler": "pndm",
-    "EulerDiscreteScheduler": "euler",
-    "EulerAncestralDiscreteScheduler": "euler_ancestral",
-    "DPMSolverMultistepScheduler": "dpmpp_2m",
-    "LMSDiscreteScheduler": "lms",
-    "LCMScheduler": "lcm",
-}
-LINSPACE_BY_DEFAULT = ("euler", "euler_ancestral", "dpmpp_2m", "lms")
-KERASCV_AS_DIFFUSERS = {"kerascv": "ddim", "kerascv-2022": "ddim"}
 
-# What transformers writes into its configurations without this model reading it: bookkeeping,
-# training, and the settings of text generation that old releases dumped into every file.
+# Fields of transformers' configurations that this model does not read: bookkeeping, training, and
+# the settings of text generation that old releases wrote into every file.
 TRANSFORMERS_HARMLESS = """
     architectures attention_dropout bos_token_id chunk_size_feed_forward dropout dtype
     gradient_checkpointing id2label initializer_factor initializer_range is_encoder_decoder
@@ -59,7 +45,7 @@ TRANSFORMERS_HARMLESS = """
 
 @dataclass
 class Fields:
-    """A JSON object that is read field by field; `finish` refuses what nobody asked for."""
+    """A JSON object that is read field by field; `finish` refuses the fields that were not read."""
 
     raw: Mapping[str, Any]
     where: str
@@ -91,13 +77,18 @@ class Fields:
         for name, value in self.rest.items():
             if name not in harmless and value is not None:
                 raise ConfigError(
-                    f"{self.where}: the field {name}={value!r} is unknown, so it may change what "
-                    f"the model computes."
+                    f"{self.where}: the field {name}={value!r} is not supported; ignoring it could "
+                    f"change what the model computes."
                 )
 
 
 def read_text_encoder(raw, where: str, projected: bool, penultimate: bool) -> TextEncoderConfig:
-    """`projected`: the class gives a pooled output; `penultimate`: SDXL's choice of layer."""
+    """Read a text encoder's `config.json`.
+
+    Args:
+        projected: whether its class also gives a pooled, projected output.
+        penultimate: whether the context is the penultimate layer's output, as in SDXL.
+    """
     fields = Fields(raw, where)
     fields.require("model_type", "clip_text_model", default="clip_text_model")
     eos = fields.take("eos_token_id", 2)
@@ -114,7 +105,7 @@ def read_text_encoder(raw, where: str, projected: bool, penultimate: bool) -> Te
         context_layer=2 if penultimate else 1,
         context_norm=not penultimate,
         projection_dim=fields.take("projection_dim", 512) if projected else None,
-        # The value 2 is an old mistake in published files; it stands for "the highest id".
+        # The value 2 is an old mistake in published files; it means the highest id of the prompt.
         eos_token_id=None if eos == 2 else eos,
     )
     fields.finish(TRANSFORMERS_HARMLESS)
@@ -143,7 +134,7 @@ def write_text_encoder(config: TextEncoderConfig) -> dict:
 
 
 def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
-    """`pooled_dim` is the width of the pooled text, where a text encoder gives one."""
+    """Read the UNet's `config.json`; `pooled_dim` is the width of the pooled text, if any."""
     fields = Fields(raw, where)
     channels = tuple(fields.take("block_out_channels", (320, 640, 1280, 1280)))
     levels = len(channels)
@@ -157,8 +148,8 @@ def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
     if not isinstance(context_dim, int):
         if len(set(context_dim)) != 1:
             raise ConfigError(
-                f"{where}: cross_attention_dim={context_dim!r} differs between levels; one width "
-                f"for all is supported."
+                f"{where}: cross_attention_dim must be the same at all levels. "
+                f"Received: {context_dim!r}"
             )
         context_dim = context_dim[0]
     sample_size = fields.take("sample_size", None) or 64
@@ -232,9 +223,10 @@ def _read_added(fields: Fields, pooled_dim: int | None) -> AddedConditioning | N
     count, rest = divmod((input_dim or 0) - (pooled_dim or 0), time_dim or 1)
     if not (input_dim and time_dim and pooled_dim) or count not in (5, 6) or rest:
         raise ConfigError(
-            f"{fields.where}: addition_embed_type='text_time' wants a text encoder with a "
-            f"projection, and projection_class_embeddings_input_dim = its width + 6 (refiner: 5) "
-            f"x addition_time_embed_dim. Received: {input_dim!r}, {pooled_dim!r}, {time_dim!r}"
+            f"{fields.where}: addition_embed_type='text_time' needs a text encoder with a "
+            f"projection, and projection_class_embeddings_input_dim must be its width + 6 "
+            f"(refiner: 5) × addition_time_embed_dim. "
+            f"Received: {input_dim!r}, {pooled_dim!r}, {time_dim!r}"
         )
     return AddedConditioning(count, time_dim, pooled_dim)
 
@@ -243,12 +235,12 @@ def _per_level(value, levels: int) -> tuple:
     if isinstance(value, int):
         return (value,) * levels
     if len(value) != levels:
-        raise ConfigError(f"A list with one entry for each of {levels} levels. Received: {value!r}")
+        raise ConfigError(f"A list must have {levels} entries, one a level. Received: {value!r}")
     return tuple(value)
 
 
 def _layers(depth, resnets: int) -> tuple[int, ...]:
-    """One depth for all of a level's resnets, or a list with one for each."""
+    """Expand a level's depth, one number or a list, to one depth for each of its resnets."""
     depths = (depth,) * resnets if isinstance(depth, int) else tuple(depth)
     return depths[:resnets]
 
@@ -256,7 +248,8 @@ def _layers(depth, resnets: int) -> tuple[int, ...]:
 def _depths(fields, name, types, known, resnets, depths):
     if len(types) != len(resnets):
         raise ConfigError(
-            f"{fields.where}: {name} has {len(types)} entries, block_out_channels {len(resnets)}."
+            f"{fields.where}: {name} must have as many entries as block_out_channels, "
+            f"{len(resnets)}. Received: {len(types)}"
         )
     result = []
     for kind, count, depth in zip(types, resnets, depths, strict=True):
@@ -267,7 +260,7 @@ def _depths(fields, name, types, known, resnets, depths):
 
 
 def _collapsed(depths: tuple[int, ...]) -> int | list[int]:
-    """The inverse of `_layers`; a level without attention may say anything but 0."""
+    """Invert `_layers`. For a level without attention any number but 0 would do: it is 1."""
     return max(depths[0], 1) if len(set(depths)) == 1 else list(depths)
 
 
@@ -313,7 +306,7 @@ def write_unet(config: UNetConfig) -> dict:
     }
 
 
-def read_vae(raw, where: str) -> VAEConfig:
+def read_vae(raw, where: str) -> AutoencoderConfig:
     fields = Fields(raw, where)
     channels = tuple(fields.take("block_out_channels", (64,)))
     for name, kind in (
@@ -328,7 +321,7 @@ def read_vae(raw, where: str) -> VAEConfig:
         ("shift_factor", None, 0),
     ):
         fields.require(name, *allowed, default=allowed[0])
-    config = VAEConfig(
+    config = AutoencoderConfig(
         in_channels=fields.take("in_channels", 3),
         out_channels=fields.take("out_channels", 3),
         channels=channels,
@@ -346,7 +339,7 @@ def read_vae(raw, where: str) -> VAEConfig:
     return config
 
 
-def write_vae(config: VAEConfig) -> dict:
+def write_vae(config: AutoencoderConfig) -> dict:
     levels = len(config.channels)
     return {
         "_class_name": "AutoencoderKL",
@@ -368,124 +361,6 @@ def write_vae(config: VAEConfig) -> dict:
     }
 
 
-def read_schedule(raw, where: str, sampler: str | None = None) -> ScheduleConfig:
-    """`sampler` replaces the file's own choice, and with it the fields that only that one reads."""
-    fields = Fields(raw, where)
-    schedule = ScheduleConfig(
-        num_train_timesteps=fields.take("num_train_timesteps", 1000),
-        beta_start=fields.take("beta_start", 0.0001),
-        beta_end=fields.take("beta_end", 0.02),
-        beta_schedule=fields.choose(
-            "beta_schedule", {"scaled_linear": "scaled_linear", "linear": "linear"}, "linear"
-        ),
-        prediction=fields.choose(
-            "prediction_type",
-            {"epsilon": "epsilon", "v_prediction": "v_prediction"},
-            "epsilon",
-        ),
-        sampler=sampler or "ddim",
-    )
-    fields.require("trained_betas", None, default=None)
-    fields.require("rescale_betas_zero_snr", False, None, default=False)
-    if sampler is not None:
-        return schedule
-
-    kind = raw.get("_class_name")
-    if kind not in SCHEDULERS:
-        raise ConfigError(
-            f"{where}: the scheduler {kind!r} is unknown; known: {', '.join(SCHEDULERS)}. "
-            f"Choose another for this checkpoint with scheduler=..., one of {', '.join(SAMPLERS)}."
-        )
-    method = SCHEDULERS[kind]
-    spec = SamplerSpec(
-        method,
-        fields.take("timestep_spacing", "linspace" if method in LINSPACE_BY_DEFAULT else "leading"),
-        bool(fields.take("use_karras_sigmas", False)),
-    )
-    names = {spec: name for name, spec in SAMPLERS.items()}
-    if spec not in names:
-        raise ConfigError(
-            f"{where}: {kind} with timestep_spacing={spec.spacing!r} and "
-            f"use_karras_sigmas={spec.karras} is not supported. Choose another for this checkpoint "
-            f"with scheduler=..., one of {', '.join(SAMPLERS)}."
-        )
-    schedule = replace(
-        schedule,
-        sampler=names[spec],
-        steps_offset=fields.take("steps_offset", 0),
-        set_alpha_to_one=fields.take("set_alpha_to_one", method in ("ddim", "lcm")),
-    )
-    for name, default, *allowed in REQUIRED_BY_METHOD.get(method, ()):
-        fields.require(name, *allowed, default=default)
-    for name in ("use_exponential_sigmas", "use_beta_sigmas", "use_flow_sigmas", "use_lu_lambdas"):
-        fields.require(name, False, None, default=False)
-    fields.finish(SCHEDULER_HARMLESS)
-    return schedule
-
-
-# Method → (field, the class's default, the values that we compute).
-REQUIRED_BY_METHOD = {
-    "ddim": (("clip_sample", True, False), ("thresholding", False, False)),
-    "pndm": (("skip_prk_steps", False, True),),
-    "euler": (
-        ("interpolation_type", "linear", "linear"),
-        ("final_sigmas_type", "zero", "zero"),
-        ("timestep_type", "discrete", "discrete"),
-        ("sigma_min", None, None),
-        ("sigma_max", None, None),
-    ),
-    "dpmpp_2m": (
-        ("algorithm_type", "dpmsolver++", "dpmsolver++"),
-        ("solver_order", 2, 2),
-        ("solver_type", "midpoint", "midpoint"),
-        ("lower_order_final", True, True),
-        ("euler_at_final", False, False),
-        ("final_sigmas_type", "zero", "zero"),
-        ("thresholding", False, False),
-        ("variance_type", None, None),
-        ("use_dynamic_shifting", False, False),
-    ),
-    "lcm": (
-        ("clip_sample", False, False),
-        ("thresholding", False, False),
-        ("original_inference_steps", 50, 50),
-        ("timestep_scaling", 10.0, 10.0),
-    ),
-}
-# Fields that only another sampler reads, or that qualify a switch which is off.
-SCHEDULER_HARMLESS = """
-    algorithm_type clip_sample clip_sample_range dynamic_thresholding_ratio euler_at_final
-    final_sigmas_type flow_shift interpolation_type lambda_min_clipped lower_order_final
-    original_inference_steps sample_max_value set_alpha_to_one sigma_max sigma_min skip_prk_steps
-    solver_order solver_type thresholding time_shift_type timestep_scaling timestep_type
-    use_dynamic_shifting variance_type
-""".split()
-
-
-def write_schedule(config: ScheduleConfig) -> dict:
-    spec = SAMPLERS[KERASCV_AS_DIFFUSERS.get(config.sampler, config.sampler)]
-    kinds = {method: kind for kind, method in SCHEDULERS.items()}
-    content = {
-        "_class_name": kinds[spec.method],
-        "num_train_timesteps": config.num_train_timesteps,
-        "beta_start": config.beta_start,
-        "beta_end": config.beta_end,
-        "beta_schedule": config.beta_schedule,
-        "prediction_type": config.prediction,
-        "timestep_spacing": spec.spacing,
-        "steps_offset": config.steps_offset,
-    }
-    if spec.method in ("ddim", "pndm", "lcm"):
-        content["set_alpha_to_one"] = config.set_alpha_to_one
-    if spec.method in ("euler", "dpmpp_2m", "lms"):
-        content["use_karras_sigmas"] = spec.karras
-    if spec.method == "pndm":
-        content["skip_prk_steps"] = True
-    if spec.method == "ddim":
-        content["clip_sample"] = False
-    return content
-
-
 PIPELINE_CLASSES = {
     "none": "Pipeline",
     "image": "InstructPix2PixPipeline",
@@ -494,8 +369,8 @@ PIPELINE_CLASSES = {
 
 
 def pipeline_class(config: PipelineConfig) -> str:
-    is_xl = config.unet.added is not None
+    is_xl = config.denoiser.added is not None
     kind = PIPELINE_CLASSES[config.latent_inputs]
-    if is_xl and config.text_encoder is None:
+    if is_xl and "text_encoder" not in config.text_encoders:
         kind = "Img2ImgPipeline"  # the refiner
     return f"StableDiffusion{'XL' if is_xl else ''}{kind}"

@@ -1,9 +1,14 @@
-"""Hugging Face Hub: fetch only the files of a diffusers repository that will be read."""
+"""Fetch a diffusers repository from the Hugging Face Hub: only the files that will be read."""
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 from sd_tf.weights.diffusers import (
     MODEL_INDEX,
@@ -18,50 +23,106 @@ SMALL_FILES = (".json", ".txt")
 
 
 def fetch(repo_id: str, revision: str | None = None, variant: str | None = None) -> Path:
-    """Download (or find in the cache) a repository; returns its local folder."""
+    """Download a repository; without a network, find it in the cache. Return its local folder."""
     try:
-        siblings = HfApi().model_info(repo_id, revision=revision).siblings
-        files = [sibling.rfilename for sibling in siblings]
-        if MODEL_INDEX not in files:
-            raise CheckpointError(f"it is not a diffusers pipeline: it has no {MODEL_INDEX}.")
-
-        folder = Path(hf_hub_download(repo_id, MODEL_INDEX, revision=revision)).parent
-        wanted = wanted_files(files, components_of(read_index(folder)), variant)
-        for name in wanted:
-            path = Path(hf_hub_download(repo_id, name, revision=folder.name))  # one commit for all
-            if ".safetensors.index." in name:
-                shards = set(read_json(path).get("weight_map", {}).values())
-                wanted += [f"{name.rpartition('/')[0]}/{shard}" for shard in sorted(shards)]
-        return folder
+        return _download(repo_id, revision, variant)
     except CheckpointError as error:
         raise CheckpointError(f"{repo_id} on the Hub: {error}") from error
-    except Exception as error:  # which HTTP library raises it differs between Hub clients
-        return _from_cache(repo_id, revision, error)
+    except (HTTPError, OSError, ValueError) as error:  # HTTPError: the Hub's library's own
+        if _has_no_network(error):
+            return _from_cache(repo_id, revision, variant, error)
+        raise CheckpointError(
+            f"{repo_id} is no local file or folder, and it could not be downloaded from the Hub: "
+            f"{_described(error)}. With HF_HUB_OFFLINE=1, a complete copy in the Hub's cache is "
+            f"used without asking."
+        ) from error
 
 
-def wanted_files(files: list[str], components: dict, variant: str | None) -> list[str]:
-    """Every component's small files, and one set of weights for each model."""
-    wanted = []
+def _download(repo_id: str, revision: str | None, variant: str | None) -> Path:
+    siblings = HfApi().model_info(repo_id, revision=revision).siblings
+    files = [sibling.rfilename for sibling in siblings]
+    if MODEL_INDEX not in files:
+        raise CheckpointError(f"this is not a diffusers pipeline: it has no {MODEL_INDEX}.")
+
+    folder = Path(hf_hub_download(repo_id, MODEL_INDEX, revision=revision)).parent
+
+    def get(name: str) -> Path:
+        return Path(hf_hub_download(repo_id, name, revision=folder.name))  # one commit for all
+
+    small, weights = wanted_files(files, components_of(read_index(folder)), variant)
+    # The weights come last: a cache that has them all has all the rest.
+    for name in [*small, *weights]:
+        for shard in shards_of(get(name)):
+            get(f"{name.rpartition('/')[0]}/{shard}")
+    return folder
+
+
+def shards_of(path: Path) -> list[str]:
+    """Return the names of the files that an index names; none if it is not an index."""
+    if ".safetensors.index." not in path.name:
+        return []
+    return sorted(set(read_json(path).get("weight_map", {}).values()))
+
+
+def wanted_files(
+    files: list[str], components: dict, variant: str | None
+) -> tuple[list[str], list[str]]:
+    """List every component's small files, and one set of weights for each model."""
+    small, weights = [], []
     for component in components:
         inside = [file for file in files if file.startswith(f"{component}/")]
-        names = [file.removeprefix(f"{component}/") for file in inside]
-        weights = []
         if component in WEIGHTS_STEM:
-            weights = [f"{component}/{choose_weights(names, component, variant)}"]
-        wanted += weights
-        wanted += [
+            names = [file.removeprefix(f"{component}/") for file in inside]
+            weights.append(f"{component}/{choose_weights(names, component, variant)}")
+        small += [
             file
             for file in inside
             if file.endswith(SMALL_FILES) and ".index." not in file and file not in weights
         ]
-    return wanted
+    return small, weights
 
 
-def _from_cache(repo_id: str, revision: str | None, error: Exception) -> Path:
+def _has_no_network(error: Exception) -> bool:
+    """Return whether the Hub was not reached, in contrast to a Hub that answered with an error."""
+    if isinstance(error, LocalEntryNotFoundError):  # the reason why it looked in the cache
+        error = error.__cause__
+    if isinstance(error, OfflineModeIsEnabled):
+        return True
+    return isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError)
+
+
+def _from_cache(repo_id: str, revision: str | None, variant: str | None, reason: Exception) -> Path:
+    """Return the folder in the Hub's cache, if a download was completed there."""
     try:
-        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+        index = hf_hub_download(repo_id, MODEL_INDEX, revision=revision, local_files_only=True)
     except LocalEntryNotFoundError:
         raise CheckpointError(
-            f"{repo_id} is neither a local file or folder, nor in the Hub's cache, and the Hub did "
-            f"not give it: {type(error).__name__}: {error}"
-        ) from error
+            f"{repo_id} is no local file or folder, it is not in the Hub's cache, and it could not "
+            f"be downloaded: {_described(reason)}"
+        ) from reason
+    folder = Path(index).parent
+    try:
+        _check_complete(folder, variant)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{repo_id} is only partly in the Hub's cache, and the rest could not be downloaded "
+            f"({_described(reason)}): {error}"
+        ) from reason
+    return folder
+
+
+def _check_complete(folder: Path, variant: str | None) -> None:
+    components = components_of(read_index(folder))
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    for component in components:
+        if not any(file.startswith(f"{component}/") for file in files):
+            raise CheckpointError(f"{component} is missing.")
+    _, weights = wanted_files(files, components, variant)
+    for name in weights:
+        for shard in shards_of(folder / name):
+            if not (folder / name).with_name(shard).is_file():
+                raise CheckpointError(f"{shard} of {name.partition('/')[0]} is missing.")
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

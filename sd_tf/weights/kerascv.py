@@ -1,7 +1,7 @@
-"""KerasCV's SD 1.4 and 2.1 weights, read by KerasCV itself from its own `.h5` files.
+"""Read KerasCV's SD 1.4 and 2.1 weights, which KerasCV itself loads from its `.h5` files.
 
-KerasCV's layers are looked up in the order of the data flow and matched to ours by kind; their
-kernels already have Keras' layout.
+KerasCV's layers of each kind, in the order of the data flow, are matched with the layers of our
+models. Their kernels already have Keras' layout.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ PREFIX = "kerascv:"
 kcv = keras_cv.models.stable_diffusion
 kcv_v2 = kcv_unet.DiffusionModelV2
 
-# Release → its family, KerasCV's classes, and the names of its files.
+# Release → its family, KerasCV's classes, and the names of KerasCV's files.
 RELEASES = {
     "sd1.4": (
         "sd1",
@@ -44,7 +44,7 @@ VAE_FILES = {"encoder": "vae_encoder.h5", "decoder": "kcv_decoder.h5"}
 
 @dataclass(frozen=True)
 class Place:
-    """A variable of KerasCV's, and the axes that turn its layout into the stored one."""
+    """A variable of KerasCV's model, and the axes that turn its layout into the checkpoint's."""
 
     variable: keras.Variable
     axes: tuple[int, ...]
@@ -57,7 +57,7 @@ class Place:
         return StoredTensor(self.shape, self.variable.dtype, self._take)
 
     def _take(self) -> np.ndarray:
-        """The values; the variable gives up its storage, so that no two models are ever held."""
+        """Return the values and free the variable, so that two models are never held at once."""
         value = np.transpose(np.asarray(self.variable), self.axes)
         self.variable._value = None
         return value
@@ -70,17 +70,20 @@ Places = Iterator[tuple[str, Place]]  # by the checkpoint's names
 
 
 def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
-    """`kerascv:sd1.4` and `kerascv:sd2.1` are downloaded by KerasCV; `kerascv:FOLDER` is local."""
+    """Open `kerascv:sd1.4` or `kerascv:sd2.1`, which KerasCV downloads, or `kerascv:FOLDER`."""
     name = source.removeprefix(PREFIX)
-    folder = None
+    folder, called = None, source
     if name not in RELEASES:
         folder = Path(name)
-        name = _release_of(folder)
+        name, called = _release_of(folder), PREFIX + folder.resolve().name
     family, classes, files = RELEASES[name]
     config = with_kerascv_numerics(FAMILIES[family])
     if scheduler is not None:
         config = replace(config, schedule=replace(config.schedule, sampler=scheduler))
-    sizes = {"text_encoder": (config.text_encoder.max_length,), "unet": (512, 512, 77)}
+    sizes = {
+        "text_encoder": (config.text_encoders["text_encoder"].max_length,),
+        "unet": (512, 512, 77),
+    }
 
     def read(component):
         if component == "vae":
@@ -93,7 +96,7 @@ def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
         return {name: place.tensor() for name, place in places}
 
     readers = {component: partial(read, component) for component in config.components}
-    return Checkpoint(source, f"KerasCV {name}", config, readers)
+    return Checkpoint(called, source, f"KerasCV {name}", config, readers)
 
 
 def _release_of(folder: Path) -> str:
@@ -101,21 +104,22 @@ def _release_of(folder: Path) -> str:
         if (folder / files["unet"]).is_file():
             return name
     raise CheckpointError(
-        f"{PREFIX} is followed by a release ({', '.join(RELEASES)}) or by a folder with KerasCV's "
-        f"files, {' or '.join(files['unet'] for _, _, files in RELEASES.values())} among them. "
+        f"{PREFIX} must be followed by a release ({', '.join(RELEASES)}), or by a folder with "
+        f"KerasCV's files, which include "
+        f"{' or '.join(files['unet'] for _, _, files in RELEASES.values())}. "
         f"Received: {str(folder)!r}"
     )
 
 
 def _loaded(build, file: Path | None):
-    """KerasCV's model with its weights, from `file` or from KerasCV's own download."""
+    """Build KerasCV's model with its weights, from `file` or from KerasCV's own download."""
     if file is None:
         try:
             return build(download_weights=True)
         except Exception as error:  # Keras raises a bare Exception for a failed download
             raise CheckpointError(
                 f"KerasCV could not download its weights: {error}. Without a network, put its .h5 "
-                f"files into a folder and name it: {PREFIX}FOLDER."
+                f"files into a folder and open {PREFIX}FOLDER."
             ) from error
     if not file.is_file():
         raise CheckpointError(f"No such file: {file}")
@@ -128,7 +132,10 @@ def _loaded(build, file: Path | None):
 
 
 def _layers(model, kind) -> list:
-    """The model's layers of one kind. One kind always lies on one path, so this is their order."""
+    """List the model's layers of one kind in the order of the data flow.
+
+    `model.layers` keeps that order within a kind, because no kind occurs on two parallel paths.
+    """
     return [layer for layer in model.layers if type(layer) is kind]
 
 
@@ -150,7 +157,7 @@ def text_places(model, config: PipelineConfig) -> Places:
 
 
 def unet_places(model, config: PipelineConfig) -> Places:
-    unet = config.unet
+    unet = config.denoiser
     last = len(unet.channels) - 1
     resnets, attentions, downs = [], [], []
     for i, depths in enumerate(unet.down_depths):
@@ -209,7 +216,7 @@ def _vae_places(folder: Path | None, config: PipelineConfig) -> Places:
 
 
 def encoder_places(model, config: PipelineConfig) -> Places:
-    levels, resnets = len(config.vae.channels), config.vae.layers_per_block
+    levels, resnets = len(config.autoencoder.channels), config.autoencoder.layers_per_block
     blocks = [f"down_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets)]
     convs = [f"encoder.down_blocks.{i}.downsamplers.0.conv" for i in range(levels - 1)]
     convs = ["encoder.conv_in", *convs, "encoder.conv_out", "quant_conv"]
@@ -217,7 +224,7 @@ def encoder_places(model, config: PipelineConfig) -> Places:
 
 
 def decoder_places(model, config: PipelineConfig) -> Places:
-    levels, resnets = len(config.vae.channels), config.vae.layers_per_block + 1
+    levels, resnets = len(config.autoencoder.channels), config.autoencoder.layers_per_block + 1
     blocks = [f"up_blocks.{i}.resnets.{j}" for i in range(levels) for j in range(resnets)]
     convs = [f"decoder.up_blocks.{i}.upsamplers.0.conv" for i in range(levels - 1)]
     convs = ["post_quant_conv", "decoder.conv_in", *convs, "decoder.conv_out"]
@@ -250,7 +257,7 @@ def _shortcut(base, resnet):
         yield from _leaf(f"{base}.conv_shortcut", resnet.residual_projection.conv2d)
 
 
-# Keras' attribute → the checkpoint's name and the axes that turn Keras' layout into the stored one.
+# Keras' attribute → the checkpoint's name, and the axes from Keras' layout to the checkpoint's.
 LEAVES = {
     "kernel": ("weight", {2: (1, 0), 4: (3, 2, 0, 1)}),
     "embeddings": ("weight", {}),

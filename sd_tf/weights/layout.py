@@ -1,7 +1,7 @@
-"""How a model's variables stand in a checkpoint: names, shapes and transposes, strict both ways.
+"""Match a model's variables with a checkpoint's tensors: names, shapes, transposes; strictly.
 
-The models' attributes are named after the checkpoint, so a variable's checkpoint name is its path.
-What is left is one rule per layer kind.
+The models' attributes are named after the checkpoint, so a variable's path is its tensor's name.
+All that is needed beyond that is one rule for each kind of layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from sd_tf.models import MODEL_CLASSES, deferred_variables
 from sd_tf.models.layers import Norm, PointwiseConv
 from sd_tf.weights.tensors import CheckpointError, StoredTensor, shortened
 
-# Layer kind → (its variable, the checkpoint's name for it, the axes that turn stored into Keras').
+# Layer kind → (its variable, the checkpoint's name, the axes from the stored layout to Keras').
 LAYOUTS = (
     (keras.layers.Dense, (("kernel", "weight", (1, 0)), ("bias", "bias", None))),
     (keras.layers.Conv2D, (("kernel", "weight", (2, 3, 1, 0)), ("bias", "bias", None))),
@@ -26,7 +26,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Slot:
-    """One variable of a model and how the checkpoint stores it."""
+    """One variable of a model, and how a checkpoint stores it."""
 
     variable: keras.Variable
     axes: tuple[int, ...] | None
@@ -34,14 +34,14 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The stored shape."""
+        """The shape of the stored tensor."""
         shape = tuple(self.variable.shape)
         if self.axes is not None:
             shape = tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
         return (*shape, 1, 1) if self.pointwise else shape
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Linear layers and 1×1 convolutions are the same and were stored as either."""
+        """Whether a tensor of that shape fits; a matrix may be stored as a 1×1 convolution."""
         return _without_kernel(shape, self.axes) == _without_kernel(self.shape, self.axes)
 
     def fill(self, read: Callable[[], np.ndarray]) -> None:
@@ -52,7 +52,7 @@ class Slot:
             self.variable.assign(value)
 
     def arranged(self, stored: np.ndarray) -> np.ndarray:
-        """As Keras wants it."""
+        """Turn stored values into Keras' layout."""
         if self.axes is not None:
             stored = stored.reshape(_without_kernel(stored.shape, self.axes))
             stored = np.transpose(stored, self.axes)
@@ -68,13 +68,13 @@ class Slot:
 
 
 def _without_kernel(shape, axes):
-    """A matrix stored as a 1×1 convolution, as a matrix."""
+    """Return a tensor's shape; that of a matrix stored as a 1×1 convolution, as a matrix."""
     is_matrix = axes == (1, 0) and len(shape) == 4 and tuple(shape[2:]) == (1, 1)
     return tuple(shape[:2]) if is_matrix else tuple(shape)
 
 
 def slots(model: keras.layers.Layer) -> dict[str, Slot]:
-    """Checkpoint name → slot, for every variable of the model."""
+    """Map the checkpoint's name of every variable of the model to its slot."""
     found = {}
     for path, layer in _leaves(model, ""):
         for attribute, name, axes in _layout(layer):
@@ -110,13 +110,13 @@ def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
 
 
 def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:
-    """The model of a component's config, its variables without storage."""
+    """Build the model of a component's config, with variables that have no storage yet."""
     with deferred_variables():
         return MODEL_CLASSES[type(config)](config, dtype=dtype)
 
 
 def problems(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """What keeps these tensors from being exactly this model's, one line for each kind."""
+    """Describe each way in which these tensors differ from exactly this model's, if any."""
     expected = slots(model)
     found = []
     if missing := expected.keys() - tensors.keys():
@@ -139,7 +139,7 @@ def check(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor], where:
 
 
 def load(config, tensors: Mapping[str, StoredTensor], dtype: str, where: str):
-    """Build a component's model and fill it, one tensor at a time."""
+    """Build a component's model and fill it with the tensors, one at a time."""
     model = abstract_model(config, dtype)
     check(model, tensors, where)
     for name, slot in slots(model).items():

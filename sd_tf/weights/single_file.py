@@ -1,79 +1,51 @@
-"""Single `.safetensors` files in the layout of the original releases: SD1, SD2, SDXL.
+"""Open single `.safetensors` files in the layout of the original releases: SD1, SD2, SDXL.
 
-The family is told by the tensors' names, the sizes by their shapes. What shapes cannot tell follows
-the family's convention: 8 heads in SD1's UNet, 64 channels a head elsewhere.
+The tensors' names tell the family, their shapes the sizes. The number of heads cannot be read from
+shapes; it follows the family's convention: 8 in SD1's UNet, one for each 64 channels elsewhere.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from sd_tf.config import FAMILIES, PipelineConfig, TextEncoderConfig, UNetConfig, VAEConfig
+from sd_tf.config import (
+    FAMILIES,
+    AutoencoderConfig,
+    PipelineConfig,
+    TextEncoderConfig,
+    UNetConfig,
+    latent_inputs_of,
+)
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import canonical_name
+from sd_tf.weights.single_file_names import (
+    CLIP_L,
+    OPENCLIP,
+    UNET,
+    VAE,
+    XL_FIRST,
+    XL_SECOND,
+    Tensors,
+    split,
+    text_prefixes,
+    under,
+    unet_modules,
+)
 from sd_tf.weights.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
 
-Tensors = Mapping[str, StoredTensor]
-
-UNET, VAE = "model.diffusion_model.", "first_stage_model."
 EMA = "model_ema."
-CLIP_L, OPENCLIP = "cond_stage_model.transformer.", "cond_stage_model.model."
-XL_FIRST, XL_SECOND = "conditioner.embedders.0.", "conditioner.embedders.1."
 CHANNELS_PER_HEAD = 64
-
-# Constants of the noise schedule and bookkeeping: they repeat what the configuration says.
-BUFFERS = re.compile(
-    r"(sqrt_|log_)?(one_minus_)?(recip_|recipm1_)?(alphas|alphas_cumprod(_prev)?|betas)$"
-    r"|sqrt_recip_alphas_cumprod|sqrt_recipm1_alphas_cumprod|posterior_.*|scale_factor|logvar"
-    r"|lvlb_weights|denoiser\.(sigmas|log_sigmas)|model_ema\..*|v_pred$"
-)
-TEXT_BUFFERS = re.compile(r"(.*\.)?position_ids$|logit_scale$|attn_mask$|.*\.attn_mask$")
-
-RESNET = {
-    "in_layers.0": "norm1",
-    "in_layers.2": "conv1",
-    "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2",
-    "out_layers.3": "conv2",
-    "skip_connection": "conv_shortcut",
-}
-UNET_ENDS = {
-    "time_embed.0": "time_embedding.linear_1",
-    "time_embed.2": "time_embedding.linear_2",
-    "time_embed.cond_proj": "time_embedding.cond_proj",
-    "label_emb.0.0": "add_embedding.linear_1",
-    "label_emb.0.2": "add_embedding.linear_2",
-    "input_blocks.0.0": "conv_in",
-    "out.0": "conv_norm_out",
-    "out.2": "conv_out",
-}
-OPENCLIP_LAYER = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-OPENCLIP_ENDS = {
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "ln_final.weight": "text_model.final_layer_norm.weight",
-    "ln_final.bias": "text_model.final_layer_norm.bias",
-}
-VAE_ATTENTION = {
-    "norm": "group_norm",
-    "q": "to_q",
-    "k": "to_k",
-    "v": "to_v",
-    "proj_out": "to_out.0",
-}
 
 
 def open_file(
     path: Path, family: str | None = None, scheduler: str | None = None, ema: bool = False
 ) -> Checkpoint:
-    """`family` settles what names cannot: `sd2-base` or `sd2-v`. `ema` takes the averaged UNet."""
+    """Open a file as a `Checkpoint`.
+
+    Args:
+        family: `sd2-base` or `sd2-v`, which the tensors of an SD2 file do not tell apart.
+        ema: load the averaged UNet weights.
+    """
     tensors = open_safetensors(path)
     if ema:
         tensors = _with_ema(tensors, path)
@@ -87,16 +59,16 @@ def open_file(
     config.check()
     components = split(tensors, config, path)
     readers = {name: (lambda part=part: part) for name, part in components.items()}
-    return Checkpoint(str(path), "single file", config, readers)
+    return Checkpoint(path.name, str(path), "single file", config, readers)
 
 
 def detect_family(tensors: Tensors, path: Path) -> tuple[str, ...]:
-    """The families that these names may be: one, or SD2's two."""
+    """Return the families that the tensors' names allow: one, or both of SD2."""
     probe = f"{UNET}input_blocks.0.0.weight"
     if probe not in tensors:
         raise CheckpointError(
-            f"{path} is not a whole Stable Diffusion checkpoint in the original layout: it has no "
-            f"{probe!r}. Its tensors begin with "
+            f"{path} is not a complete Stable Diffusion checkpoint in the original layout: it has "
+            f"no {probe!r}. Its tensors' names begin with "
             f"{shortened({name.split('.')[0] for name in tensors}) or 'nothing'}."
         )
     in_channels = tensors[probe].shape[1]
@@ -109,27 +81,28 @@ def detect_family(tensors: Tensors, path: Path) -> tuple[str, ...]:
     if any(name.startswith(CLIP_L) for name in tensors):
         return ({8: "instruct-pix2pix", 9: "inpaint"}.get(in_channels, "sd1"),)
     raise CheckpointError(
-        f"{path} has a UNet but no text encoder under a known name ({CLIP_L}, {OPENCLIP}, "
-        f"{XL_FIRST})."
+        f"{path} has a UNet, but no text encoder under a known prefix: {CLIP_L}, {OPENCLIP}, "
+        f"{XL_FIRST}."
     )
 
 
 def _settled(found: tuple[str, ...], family: str | None, path: Path) -> str:
     if family is not None and family not in found:
         raise CheckpointError(
-            f"{path} is {' or '.join(found)} by its tensors. Received: {family!r}"
+            f"By its tensors, {path} belongs to the family {' or '.join(found)}. "
+            f"Received: `family` {family!r}"
         )
     if family is None and len(found) > 1:
         raise CheckpointError(
-            f"{path} is an SD2 checkpoint. Nothing in the file tells the 512 px release that "
-            f"predicts noise from the 768 px one that predicts v: say family='sd2-base' or "
-            f"family='sd2-v'."
+            f"{path} is an SD2 checkpoint. Nothing in the file tells the 512 px release, which "
+            f"predicts noise, from the 768 px release, which predicts v: set `family` to sd2-base "
+            f"or sd2-v."
         )
     return family or found[0]
 
 
 def _with_ema(tensors: Tensors, path: Path) -> dict[str, StoredTensor]:
-    """The UNet's tensors replaced by their averages, which are stored under dotless names."""
+    """Replace the UNet's tensors by their averages, which are stored under names without dots."""
     result = dict(tensors)
     for name in tensors:
         if name.startswith(UNET):
@@ -140,87 +113,28 @@ def _with_ema(tensors: Tensors, path: Path) -> dict[str, StoredTensor]:
     return result
 
 
-def under(tensors: Tensors, prefix: str) -> dict[str, StoredTensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
 def read_config(tensors: Tensors, family: str) -> PipelineConfig:
-    """The family's configuration with the sizes that the tensors have."""
+    """Return the family's configuration with the sizes read from the tensors' shapes."""
     named = FAMILIES[family]
-    unet = _read_unet(under(tensors, UNET), named.unet)
-    config = replace(named, unet=unet, vae=_read_vae(under(tensors, VAE), named.vae))
-    for name, prefix in text_prefixes(config).items():
-        part = under(tensors, prefix)
+    unet = _read_unet(under(tensors, UNET), named.denoiser)
+    vae = _read_vae(under(tensors, VAE), named.autoencoder)
+    text_encoders = {}
+    for name, prefix in text_prefixes(named).items():
         read = _read_openclip if prefix.endswith("model.") else _read_clip
-        config = replace(config, **{name: read(part, config.text_encoders[name])})
-    if unet.added is not None and config.text_encoder_2 is not None:
-        ids = named.unet.added.num_time_ids
+        text_encoders[name] = read(under(tensors, prefix), named.text_encoders[name])
+    if unet.added is not None:
+        ids = named.denoiser.added.num_time_ids
         width = under(tensors, UNET)["label_emb.0.0.weight"].shape[1]
-        pooled = config.text_encoder_2.projection_dim
+        pooled = text_encoders["text_encoder_2"].projection_dim
         added = replace(unet.added, pooled_dim=pooled, time_embed_dim=(width - pooled) // ids)
-        config = replace(config, unet=replace(unet, added=added))
-    return config
-
-
-def text_prefixes(config: PipelineConfig) -> dict[str, str]:
-    """Text encoder → where its tensors stand in the file."""
-    if config.text_encoder_2 is None:
-        is_openclip = config.text_encoder.activation == "gelu"
-        return {"text_encoder": OPENCLIP if is_openclip else CLIP_L}
-    if config.text_encoder is None:
-        return {"text_encoder_2": f"{XL_FIRST}model."}
-    return {"text_encoder": f"{XL_FIRST}transformer.", "text_encoder_2": f"{XL_SECOND}model."}
-
-
-def unet_modules(tensors: Tensors) -> tuple[dict[str, str], dict[str, tuple]]:
-    """Original block → ours, and the depths that the blocks show."""
-
-    def depth(block):
-        return len(
-            {
-                match[1]
-                for name in tensors
-                if (match := re.match(rf"{block}\.1\.transformer_blocks\.(\d+)\.", name))
-            }
-        )
-
-    def has(prefix):
-        return any(name.startswith(f"{prefix}.") for name in tensors)
-
-    modules, down, up = {}, [[]], [[]]
-    index = 1
-    while has(f"input_blocks.{index}"):
-        block, level = f"input_blocks.{index}", len(down) - 1
-        if has(f"{block}.0.op"):
-            modules[f"{block}.0.op"] = f"down_blocks.{level}.downsamplers.0.conv"
-            down.append([])
-        else:
-            place = len(down[level])
-            modules[f"{block}.0"] = f"down_blocks.{level}.resnets.{place}"
-            modules[f"{block}.1"] = f"down_blocks.{level}.attentions.{place}"
-            down[level].append(depth(block))
-        index += 1
-    index = 0
-    while has(f"output_blocks.{index}"):
-        block, level = f"output_blocks.{index}", len(up) - 1
-        place = len(up[level])
-        modules[f"{block}.0"] = f"up_blocks.{level}.resnets.{place}"
-        up[level].append(depth(block))
-        sampler = f"{block}.{2 if up[level][-1] else 1}"
-        if up[level][-1]:
-            modules[f"{block}.1"] = f"up_blocks.{level}.attentions.{place}"
-        if has(f"{sampler}.conv"):
-            modules[f"{sampler}.conv"] = f"up_blocks.{level}.upsamplers.0.conv"
-            up.append([])
-        index += 1
-    mid_depth = depth("middle_block")
-    modules |= {
-        "middle_block.0": "mid_block.resnets.0",
-        "middle_block.1": "mid_block.attentions.0",
-        "middle_block.2": "mid_block.resnets.1",
-    }
-    depths = {"down_depths": tuple(map(tuple, down)), "up_depths": tuple(map(tuple, up))}
-    return modules, depths | {"mid_depth": mid_depth if has("middle_block.0") else None}
+        unet = replace(unet, added=added)
+    return replace(
+        named,
+        text_encoders=text_encoders,
+        denoiser=unet,
+        autoencoder=vae,
+        latent_inputs=latent_inputs_of(unet, vae),
+    )
 
 
 def _read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
@@ -248,14 +162,14 @@ def _read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
     )
 
 
-def _read_vae(tensors: Tensors, named: VAEConfig) -> VAEConfig:
+def _read_vae(tensors: Tensors, named: AutoencoderConfig) -> AutoencoderConfig:
     blocks = [
         (int(match[1]), int(match[2]), tensor.shape[0])
         for name, tensor in tensors.items()
         if (match := re.fullmatch(r"encoder\.down\.(\d+)\.block\.(\d+)\.conv1\.weight", name))
     ]
     if not blocks:
-        return named  # no VAE in the file: building it will say what is missing
+        return named  # the file has no VAE: loading it will report the missing tensors
     widths = {level: width for level, _, width in blocks}
     quant = tensors.get("post_quant_conv.weight")
     return replace(
@@ -299,107 +213,8 @@ def _read_openclip(tensors: Tensors, named: TextEncoderConfig) -> TextEncoderCon
         vocab_size=embedding.shape[0],
         hidden_size=width,
         intermediate_size=fc1.shape[0],
-        # SD2 reads the penultimate layer: the last one is in the file and takes no part.
+        # SD2 reads the penultimate layer: the last one is in the file, but is never computed.
         num_layers=layers if named.projection_dim is not None else layers - 1,
         num_heads=max(width // CHANNELS_PER_HEAD, 1),
         projection_dim=tensors["text_projection"].shape[1] if projected else named.projection_dim,
     )
-
-
-def split(tensors: Tensors, config: PipelineConfig, path: Path) -> dict[str, Tensors]:
-    """Component → its tensors under diffusers' names. Every tensor is used, or known to be idle."""
-    parts = {
-        "unet": _unet_names(under(tensors, UNET)),
-        "vae": _vae_names(under(tensors, VAE), config),
-    }
-    prefixes = text_prefixes(config)
-    for name, prefix in prefixes.items():
-        part = under(tensors, prefix)
-        part = {key: tensor for key, tensor in part.items() if not TEXT_BUFFERS.match(key)}
-        if prefix.endswith("model."):
-            parts[name] = _openclip_names(part, config.text_encoders[name])
-        else:
-            parts[name] = {canonical_name(name, key): tensor for key, tensor in part.items()}
-    used = (UNET, VAE, *prefixes.values())
-    if surplus := [k for k in tensors if not k.startswith(used) and not BUFFERS.match(k)]:
-        raise CheckpointError(
-            f"{path} holds {len(surplus)} tensors that belong to no component and may change what "
-            f"it computes: {shortened(surplus)}"
-        )
-    return {name: parts[name] for name in config.components}
-
-
-def _unet_names(tensors: Tensors) -> dict[str, StoredTensor]:
-    modules, _ = unet_modules(tensors)
-
-    def renamed(name):
-        for theirs, ours in UNET_ENDS.items():
-            if name.startswith(f"{theirs}."):
-                return ours + name.removeprefix(theirs)
-        parts = name.split(".")
-        for length in (4, 3, 2):
-            block, rest = ".".join(parts[:length]), ".".join(parts[length:])
-            if block in modules:
-                inner, _, leaf = rest.rpartition(".")
-                if ".resnets." in modules[block]:
-                    rest = f"{RESNET.get(inner, inner)}.{leaf}"
-                return f"{modules[block]}.{rest}"
-        return name
-
-    return {renamed(name): tensor for name, tensor in tensors.items()}
-
-
-def _vae_names(tensors: Tensors, config: PipelineConfig) -> dict[str, StoredTensor]:
-    deepest = len(config.vae.channels) - 1
-
-    def renamed(name):
-        name = re.sub(r"\.down\.(\d+)\.block\.", r".down_blocks.\1.resnets.", name)
-        name = re.sub(r"\.down\.(\d+)\.downsample\.", r".down_blocks.\1.downsamplers.0.", name)
-        name = re.sub(  # the original counts the way up from the picture's side
-            r"\.up\.(\d+)\.(block|upsample)\.",
-            lambda m: (
-                f".up_blocks.{deepest - int(m[1])}."
-                + ("resnets." if m[2] == "block" else "upsamplers.0.")
-            ),
-            name,
-        )
-        name = re.sub(
-            r"\.mid\.block_([12])\.", lambda m: f".mid_block.resnets.{int(m[1]) - 1}.", name
-        )
-        name = re.sub(
-            r"\.mid\.attn_1\.(norm|q|k|v|proj_out)\.",
-            lambda m: f".mid_block.attentions.0.{VAE_ATTENTION[m[1]]}.",
-            name,
-        )
-        name = name.replace(".nin_shortcut.", ".conv_shortcut.")
-        return re.sub(r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out.", name)
-
-    return {
-        renamed(name): tensor
-        for name, tensor in tensors.items()
-        if not name.startswith("loss.")  # the discriminator it was trained against
-    }
-
-
-def _openclip_names(tensors: Tensors, config: TextEncoderConfig) -> dict[str, StoredTensor]:
-    result = {}
-    for name, tensor in tensors.items():
-        layer = re.match(r"transformer\.resblocks\.(\d+)\.(.+)\.(weight|bias)$", name)
-        fused = re.match(r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(weight|bias)$", name)
-        number = int((layer or fused)[1]) if layer or fused else -1
-        if number >= config.num_layers:
-            continue  # SD2's idle last layer
-        if name == "text_projection":
-            if config.projection_dim is not None:
-                result["text_projection.weight"] = tensor.transposed()
-        elif fused:
-            width = config.hidden_size
-            for row, part in enumerate("qkv"):
-                key = f"text_model.encoder.layers.{number}.self_attn.{part}_proj.{fused[2]}"
-                result[key] = tensor.rows(row * width, (row + 1) * width)
-        elif layer and layer[2] in OPENCLIP_LAYER:
-            inner = OPENCLIP_LAYER[layer[2]]
-            result[f"text_model.encoder.layers.{number}.{inner}.{layer[3]}"] = tensor
-        else:
-            result[OPENCLIP_ENDS.get(name, name)] = tensor
-    return result

@@ -1,4 +1,4 @@
-"""Tensors on disk: known by name, shape and dtype, read one at a time."""
+"""Tensors on disk, listed by name, shape and dtype, and read one at a time."""
 
 import json
 import os
@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from sd_tf.errors import SdTfError
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 DTYPES = {
@@ -25,13 +27,13 @@ DTYPES = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(SdTfError):
     """A checkpoint that cannot be loaded: what is wrong, where, and how to mend it."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, in the checkpoint's own layout; `read` fetches its values."""
+    """A tensor of a checkpoint, in the checkpoint's own layout; `read` returns its values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,7 +60,7 @@ class StoredTensor:
 def save_safetensors(
     tensors: Mapping[str, np.ndarray], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """For whoever may read the folder: the library's own files are for their owner alone."""
+    """Write a file with the permissions of its folder; the library's are for the owner alone."""
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(path.parent.stat().st_mode & 0o666)
 
@@ -67,7 +69,7 @@ def refuse_pickle(path: Path) -> None:
     if path.suffix in PICKLES:
         raise CheckpointError(
             f"{path} is a pickle, which can run any code when it is read; only safetensors and "
-            f"HDF5 are loaded. Convert it where you trust it: "
+            f"HDF5 are loaded. If you trust the file, convert it: "
             f'python -c "import torch, safetensors.torch as s; '
             f"w = torch.load('{path.name}', weights_only=True, map_location='cpu'); "
             f"w = w.get('state_dict', w); "
@@ -77,7 +79,7 @@ def refuse_pickle(path: Path) -> None:
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name. The library checks header and length, nothing is mapped."""
+    """List the tensors of one file by name, after the library has checked header and length."""
     if not path.is_file():
         raise CheckpointError(f"No such file: {path}")
     try:
@@ -86,7 +88,8 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     except SafetensorError as error:
         reason = "truncated" if "incomplete" in str(error) or path.stat().st_size < 8 else "corrupt"
         raise CheckpointError(
-            f"{path} is {reason}: {error}. Its size is {path.stat().st_size} bytes; fetch it again."
+            f"{path} is {reason}: {error}. Its size is {path.stat().st_size} bytes; download it "
+            f"again."
         ) from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -107,20 +110,22 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
-    # Read, not mapped: mapped pages would count as resident until the file is closed.
+    # Mapped pages would count as resident memory until the file is closed, so they are read.
     count = int(np.prod(shape))
     values = np.fromfile(path, dtype, count, offset=offset)
     if len(values) != count:
-        raise CheckpointError(f"{path} became shorter while it was read.")
+        raise CheckpointError(f"{path} became shorter while it was being read.")
     return values.reshape(shape)
 
 
 def open_sharded(index_file: Path) -> dict[str, StoredTensor]:
-    """The tensors of all shards that an index names; index and shards must agree."""
+    """List the tensors of all shards that an index names; index and shards must agree."""
     index = read_json(index_file)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_file} has no weight_map.")
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index_file}: its weight_map must name a file for each tensor.")
     tensors = {}
     for shard in sorted(set(weight_map.values())):
         if os.path.basename(shard) != shard:
@@ -150,7 +155,7 @@ def read_json(path: Path) -> dict:
 
 
 def shortened(names, most=5) -> str:
-    """The first names of many, and how many more there are."""
+    """Join the first names of many, and say how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

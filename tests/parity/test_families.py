@@ -98,7 +98,7 @@ def test_text_encoders(pair):
             close(ours["context"], theirs.last_hidden_state)
         if "pooled" in ours:
             close(ours["pooled"], theirs.text_embeds)
-    assert "pooled" in ours or checkpoint.config.text_encoder_2 is None
+    assert "pooled" in ours or "text_encoder_2" not in checkpoint.config.text_encoders
 
 
 @pytest.mark.parametrize("clip_skip", [0, 1, 2])
@@ -107,7 +107,7 @@ def test_every_hidden_layer(small_pipelines, clip_skip):
     pipeline, folder = small_pipelines("sd1")
     checkpoint = open_checkpoint(folder)
     tokens = checkpoint.tokenizer()(PROMPTS)
-    config = checkpoint.config.text_encoder.skip(clip_skip)
+    config = checkpoint.config.text_encoders["text_encoder"].skip(clip_skip)
     model = layout.load(config, checkpoint.tensors("text_encoder"), "float32", "test")
     encoder = pipeline.text_encoder
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_pooled_position_with_added_tokens(eos):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_unet(pair, size):
     pipeline, checkpoint = pair
-    inputs = unet_inputs(checkpoint.config.unet, *size)
+    inputs = unet_inputs(checkpoint.config.denoiser, *size)
     close(checkpoint.build("unet")(**inputs), run_peer_unet(pipeline.unet, inputs))
 
 
@@ -204,7 +204,7 @@ def test_half_precision(small_pipelines, dtype):
     tolerance = {"bfloat16": 0.06, "float16": 0.01}[dtype]
     unet = checkpoint.build("unet", dtype)
     assert {variable.dtype for variable in unet.variables} == {dtype}
-    inputs = unet_inputs(checkpoint.config.unet, 8, 8)
+    inputs = unet_inputs(checkpoint.config.denoiser, 8, 8)
     outputs = unet(**inputs)
     assert keras.backend.standardize_dtype(outputs.dtype) == dtype
     outputs = keras.ops.convert_to_numpy(keras.ops.cast(outputs, "float32"))

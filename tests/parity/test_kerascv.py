@@ -73,7 +73,7 @@ def test_vae(folder):
     save_h5(encoder, folder / VAE_FILES["encoder"])
     save_h5(decoder, folder / VAE_FILES["decoder"])
     checkpoint = open_checkpoint(f"kerascv:{folder}")
-    vae, scaling = checkpoint.build("vae"), checkpoint.config.vae.scaling_factor
+    vae, scaling = checkpoint.build("vae"), checkpoint.config.autoencoder.scaling_factor
     rng = np.random.default_rng(4)
     latents = rng.standard_normal((1, 8, 16, 4), "float32")
     close(vae.decode(latents / scaling), decoder(latents))
@@ -90,7 +90,7 @@ def test_diffusion_model(tmp_path, release):
     rng = np.random.default_rng(6)
     checkpoint = open_checkpoint(f"kerascv:{tmp_path}")
     latents = rng.standard_normal((2, 8, 16, 4), "float32")
-    context = rng.standard_normal((2, 77, checkpoint.config.unet.context_dim), "float32")
+    context = rng.standard_normal((2, 77, checkpoint.config.denoiser.context_dim), "float32")
     timesteps = np.array([981, 1])
     embed = keras_cv.models.StableDiffusion._get_timestep_embedding
     embedding = np.concatenate([np.asarray(embed(None, t, 1)) for t in timesteps])
@@ -102,7 +102,7 @@ def test_diffusion_model(tmp_path, release):
 
 
 def test_errors(tmp_path, folder, monkeypatch):
-    with pytest.raises(CheckpointError, match=r"a release \(sd1\.4, sd2\.1\) or by a folder"):
+    with pytest.raises(CheckpointError, match=r"a release \(sd1\.4, sd2\.1\), or by a folder"):
         open_checkpoint("kerascv:sd3")
     checkpoint = open_checkpoint(f"kerascv:{folder}")
     with pytest.raises(CheckpointError, match=r"No such file: .*kcv_encoder\.h5"):

@@ -65,11 +65,11 @@ def ours(folder, **options):
         return JaxPipeline.from_checkpoint(
             folder / "checkpoint", make_mesh(), "float32", max_steps=8, **options
         )
-    from sd_tf.export import Options, export
-    from sd_tf.pipeline import Pipeline
+    from sd_tf.export import ExportOptions, export
+    from sd_tf.runtime.pipeline import Pipeline
     from sd_tf.weights import open_checkpoint
 
-    options = Options(max_steps=8, verify="off", **options)
+    options = ExportOptions(max_steps=8, verify="off", **options)
     export(open_checkpoint(folder / "checkpoint"), folder / "export", options)
     # Not compiled, which these sizes hardly repay; `test_saved_models` compares the two.
     return Pipeline.load(folder / "export", jit_compile=False)
@@ -133,7 +133,7 @@ def test_noise_in_every_step(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
-@pytest.mark.parametrize("sampler", ["ddim", "euler", "dpmpp_2m"])
+@pytest.mark.parametrize("sampler", ["ddim", "euler", "dpmpp_2m", "heun", "unipc"])
 @of("sd1")
 def test_image_to_image(pair, monkeypatch, sampler, strength):
     pipeline = diffusers.StableDiffusionImg2ImgPipeline(

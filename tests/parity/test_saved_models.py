@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from sd_tf.export import Options, export
-from sd_tf.manifest import VERSION_FOLDER, ExportError
-from sd_tf.pipeline import Pipeline
-from sd_tf.tokenizer import VOCABULARY
+from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.tokenizer.clip import VOCABULARY
 from sd_tf.weights import open_checkpoint
 from sd_tf.weights.kerascv import RELEASES, VAE_FILES
 from tests import peers
@@ -26,7 +26,7 @@ from tests.peer_pipelines import GUIDANCE, NEGATIVE, PROMPTS, STEPS, check_pictu
 
 def exported(checkpoint, folder, **options):
     options = {"max_steps": 8, "verify": "off", **options}
-    export(open_checkpoint(checkpoint), folder, Options(**options))
+    export(open_checkpoint(checkpoint), folder, ExportOptions(**options))
     return folder
 
 
@@ -112,7 +112,7 @@ def test_segments_equal_the_single_run(base, scheduler):
 
     result = base(PROMPTS[0], callback=callback, **arguments)
     assert largest_difference(result.images, base(PROMPTS[0], **arguments).images) <= 1
-    calls = base.manifest.calls[scheduler][STEPS - 1]
+    calls = base.manifest.model_calls(scheduler, STEPS)
     assert seen == [(i + 1, calls) for i in range(calls)]
     assert np.array_equal(base.decode(latents[-1]), result.images)
     stopped = base(PROMPTS[0], callback=lambda done, *_: done < 2, **arguments)

@@ -1,51 +1,61 @@
-"""Whether two engines did the same work: their outputs, decibels apart."""
+"""Check that two engines did the same work: compare their outputs in decibels."""
 
 import numpy as np
 
-from sd_tf.bench import BenchError
 from sd_tf.bench.peers.engine import GUIDANCE
+from sd_tf.bench.plan import BenchError
+from sd_tf.runtime.psnr import psnr
 
 LIMIT = 40.0  # dB
-IDENTICAL = 999.0  # dB; infinity is no JSON
+IDENTICAL = 999.0  # dB; JSON has no infinity
 
 
-def psnr(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Peak signal to noise; the peak is a picture's 255, else the greatest value of ours."""
+def decibels(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Return the PSNR as JSON can hold it: `IDENTICAL` for infinity, 0 for NaN.
+
+    The peak is 255 for pictures, else the largest magnitude in `ours`.
+    """
     if ours.shape != theirs.shape:
         raise BenchError(f"Outputs have the shape {ours.shape}. Received: {theirs.shape}")
     peak = 255.0 if ours.dtype == np.uint8 else float(np.abs(ours).max())
-    error = np.sqrt(np.mean((ours.astype("float64") - theirs.astype("float64")) ** 2))
-    if error == 0:
+    found = psnr(ours, theirs, peak)
+    if found == np.inf:
         return IDENTICAL
-    return float(20 * np.log10(peak / error)) if np.isfinite(error) else 0.0
+    return found if np.isfinite(found) else 0.0
 
 
-def check(label: str, stage: str, decibels: float, precision: str) -> None:
-    """Timings of different work mean nothing. Coarser numbers than float32 differ by themselves."""
-    if precision == "float32" and decibels < LIMIT:
+def check(label: str, stage: str, found: float, precision: str) -> None:
+    """Raise if an engine's float32 output differs from ours: its timing would mean nothing.
+
+    Coarser precisions differ by themselves, and are not checked.
+    """
+    if precision == "float32" and found < LIMIT:
         raise BenchError(
-            f"Every engine does the same work: in float32 its output is within {LIMIT:.0f} dB of "
-            f"ours. Received: {decibels:.1f} dB of {label} in the stage {stage}"
+            f"In float32, an engine's output must agree with our SavedModels' to at least "
+            f"{LIMIT:.0f} dB. Received: {found:.1f} dB of {label} in the stage {stage}"
         )
 
 
-# What the UNet stage is compared by, (B, h, w, 4): the guided prediction.
+# The outputs of the UNet stage are compared as guided predictions, (B, h, w, 4).
 
 
 def guided(pair: np.ndarray) -> np.ndarray:
-    """Of a peer, which gives both halves, the negative one first."""
+    """Combine a peer's two predictions, the negative one first, into the guided prediction."""
     negative, positive = np.split(np.asarray(pair, "float64"), 2)
     return negative + GUIDANCE * (positive - negative)
 
 
 def solved(x: np.ndarray, after: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Of ours, which gives the next sample: r of x' = a x + b (p x + q r)."""
+    """Solve our sampler's update for the model output, so that it can be compared with a peer's.
+
+    The update is x' = a x + b (p x + q r); r is the guided prediction.
+    """
     _, p, q, a, b = row
     x, after = np.asarray(x, "float64"), np.asarray(after, "float64")
     return ((after - a * x) / b - p * x) / q
 
 
 def pixels(images: np.ndarray) -> np.ndarray:
-    """A decoder's numbers, about [-1, 1], as our decoder rounds them."""
+    """Round a decoder's output, about in [-1, 1], to uint8 as our decoder does."""
     images = np.asarray(images, "float32")
     return np.round(255.0 * np.clip(images / 2.0 + 0.5, 0.0, 1.0)).astype("uint8")

@@ -1,4 +1,4 @@
-"""What an engine is: to the parent a row of a table, to its worker a module with `load(job)`."""
+"""The engines: each is a row of `KINDS` or `TRAINERS`, and a module with `load(job)`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-SAMPLER = "ddim"  # which all engines have but KerasCV, whose own method takes as many calls
+SAMPLER = "ddim"  # all engines have it but KerasCV, whose own method takes as many model calls
 GUIDANCE = 7.5
 PROMPT, NEGATIVE = "a lighthouse on a cliff above the sea at sunset, oil painting", ""
 STAGES = ("text_encoder", "unet_step", "decoder")
@@ -15,20 +15,20 @@ OURS = "sd_tf"
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to load."""
+    """The description of an engine for a worker to load."""
 
     engine: str
     steps: int
     threads: int
-    height: int | None = None  # None: of the inputs
+    height: int | None = None  # None: that of the inputs
     width: int | None = None
     device: str = "cpu"  # cpu | gpu
     precision: str = "float32"
     checkpoint: str | None = None
-    export_dir: str | None = None  # of ours
-    ir_dir: str | None = None  # of OpenVINO's
-    inputs: str | None = None  # None: the stages are not wanted
-    trains: bool = False  # then the engine is one of TRAINERS
+    export_dir: str | None = None  # folder of our export
+    ir_dir: str | None = None  # folder of OpenVINO's models
+    inputs: str | None = None  # None: no stages are measured
+    trains: bool = False  # whether the engine is one of TRAINERS
 
     @property
     def kind(self) -> "Kind":
@@ -37,9 +37,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Stage:
-    """`run` returns when the result is there, after `calls` calls; `output` is what is compared.
+    """One measured part of an engine.
 
-    With `less`, what that takes is taken off: a loop's own time is the difference of two lengths.
+    `run` makes `calls` calls and returns when the result is available; `output` turns the result
+    into the array that is compared. The time of `less` is subtracted, for a loop whose own time is
+    the difference between two lengths.
     """
 
     run: Callable[[], Any]
@@ -50,21 +52,23 @@ class Stage:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine, ready. `draw(steps)` makes a picture and gives the seconds of one step in it."""
+    """A loaded engine. `draw(steps)` makes a picture and returns the seconds of one step in it."""
 
     stages: dict[str, Stage]
     draw: Callable[[int], float] | None
-    compile_seconds: float = 0.0  # where the engine compiles as it loads
+    compile_seconds: float = 0.0  # if the engine compiles when it loads
     matmul: Callable[[], dict[str, float]] | None = None  # GFLOP/s by size and kind
-    device_memory: Callable[[], int | None] = lambda: None  # the peak
+    device_memory: Callable[[], int | None] = lambda: None  # peak bytes
     devices: list[str] = field(default_factory=lambda: ["CPU"])
 
 
 @dataclass(frozen=True)
 class Kind:
+    """A kind of engine: its name in reports, its module, and what it supports."""
+
     label: str
-    module: str  # below `engines`
-    backend: str = "tensorflow"  # Keras'
+    module: str  # in the package `engines`
+    backend: str = "tensorflow"  # Keras' backend
     devices: tuple[str, ...] = ("cpu", "gpu")
     precisions: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
@@ -80,7 +84,7 @@ KINDS = {
     "jax": Kind("sd_tf on JAX", "jax_models", backend="jax"),
 }
 PEERS = tuple(name for name in KINDS if name != OURS)
-# One update of the weights: `stages` is {UPDATE: …} alone, whose output is the loss.
+# A trainer's only stage is one update of the weights, whose output is the loss.
 UPDATE = "update"
 TRAINERS = {
     "ours": Kind("sd_tf, TensorFlow + XLA", "our_updates"),

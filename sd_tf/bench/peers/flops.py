@@ -1,13 +1,13 @@
-"""The UNet's work, counted by PyTorch on diffusers' model, whoever computes it."""
+"""Count the UNet's operations with PyTorch's counter, on diffusers' model."""
 
 import json
 from pathlib import Path
 
 
 def unet_flops(checkpoint: Path, latent_shape: tuple[int, int, int]) -> int:
-    """Of one call on a guidance pair, every convolution and product taken directly.
+    """Count the operations of one call on a guidance pair, with direct convolutions and products.
 
-    A multiplication and an addition count as two. The model has shapes only, no memory.
+    A multiplication and an addition count as two. The model has shapes only, and takes no memory.
     """
     import diffusers
     import torch

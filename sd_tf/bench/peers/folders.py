@@ -1,10 +1,10 @@
-"""The work folder: checkpoint, exports and OpenVINO's files, reused while they are still the same.
+"""The work folder: checkpoint, exports and OpenVINO's files, reused while their sources are equal.
 
     sd15/             the random checkpoint
     exports/SIZE…/    our SavedModels       openvino/    the converted models
-    run/SIZE/         inputs and outputs    logs/        what each worker printed
+    run/SIZE/         inputs and outputs    logs/        the output of each worker
 
-Beside what was made lies a `.key`: a hash of all that it was made from.
+Each folder has a `.key` file beside it: a hash of everything that it was made from.
 """
 
 import hashlib
@@ -19,34 +19,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import sd_tf
-from sd_tf.bench import LOG_LINES, BenchError
 from sd_tf.bench.peers import apart
-from sd_tf.bench.peers.process import HOME
+from sd_tf.bench.peers.process import python_path
+from sd_tf.bench.peers.random_checkpoint import make_random
+from sd_tf.bench.plan import BenchError
+from sd_tf.bench.run import LOG_LINES
+from sd_tf.files import atomic
 
 RANDOM = "sd15"
-NOT_EXPORTED = ("bench", "serving", "training", "checkpoints")  # code that no export depends on
+NOT_EXPORTED = ("bench", "serving", "training", "checkpoints")  # code that exports do not use
 
 
 def checkpoint(given: str | None, work: Path) -> Path:
-    """The one that was given, or a random SD1.5, made once."""
+    """Return the folder of the given checkpoint, or of a random SD1.5, made on first use."""
     if given is not None:
         if not (Path(given) / "model_index.json").is_file():
-            raise BenchError(f"--checkpoint is a diffusers folder. Received: {given!r}")
+            raise BenchError(f"`checkpoint` is a diffusers folder. Received: {given!r}")
         return Path(given)
     folder = work / RANDOM
     if not folder.is_dir():
-        partial = work / f"{RANDOM}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        apart(_random_checkpoint, partial)
-        partial.rename(folder)
+        with atomic.new_folder(folder) as partial:
+            apart(make_random, partial)
     return folder
 
 
 def export(source: Path, folder: Path, flags: dict[str, object]) -> float | None:
-    """Our SavedModels, by the command that users run; its seconds, None where nothing was done."""
+    """Export by the command that users run; return its seconds, or None if the export is reused."""
     content = [_state_of(source), _code(), sorted(flags.items())]
-    command = [sys.executable, str(HOME / "serialize_savedmodels.py"), f"--checkpoint={source}"]
-    command += [f"--output_dir={folder}", "--verify=off", "--overwrite"]
+    command = [sys.executable, "-m", "sd_tf", "export", f"--checkpoint={source}"]
+    command += [f"--out={folder}", "--verify=off", "--overwrite"]
     command += [f"--{name}={value}" for name, value in flags.items()]
 
     def make():
@@ -54,17 +55,22 @@ def export(source: Path, folder: Path, flags: dict[str, object]) -> float | None
             command,
             capture_output=True,
             text=True,
-            env={**os.environ, "KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **os.environ,
+                "KERAS_BACKEND": "tensorflow",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": python_path(),
+            },
         )
         if result.returncode:
             tail = "\n".join(result.stderr.splitlines()[-LOG_LINES:])
-            raise BenchError(f"serialize_savedmodels.py failed:\n{tail}")
+            raise BenchError(f"The export failed:\n{tail}")
 
     return _once(folder, content, make)
 
 
 def convert(source: Path, folder: Path) -> float:
-    """OpenVINO's models of any size; the seconds are kept with them."""
+    """Convert the checkpoint to OpenVINO's models, for any size; return the seconds it took."""
     from sd_tf.bench.peers.engines.openvino_ir import convert as make
 
     libraries = [importlib.metadata.version(name) for name in ("openvino", "diffusers", "torch")]
@@ -90,7 +96,7 @@ def _once(folder: Path, content, make: Callable[[], None]) -> float | None:
 
 
 def _state_of(folder: Path) -> list:
-    """Sizes and times instead of gigabytes of contents."""
+    """Describe a folder by its files' sizes and times, instead of gigabytes of contents."""
     files = sorted(path for path in folder.resolve().rglob("*") if path.is_file())
     return [str(folder.resolve())] + [
         [str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files
@@ -98,69 +104,10 @@ def _state_of(folder: Path) -> list:
 
 
 def _code() -> str:
-    """Of what an export is made by: an export of older code is not what is to be measured."""
+    """Hash the code that makes exports, so that an export of older code is not reused."""
     package = Path(sd_tf.__file__).parent
     found = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         if file.relative_to(package).parts[0] not in NOT_EXPORTED:
             found.update(file.read_bytes())
     return found.hexdigest()
-
-
-# The random SD1.5
-
-
-def _random_checkpoint(folder: Path) -> None:
-    """As diffusers builds and saves it; the published configurations."""
-    import diffusers
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
-
-    from sd_tf.tokenizer import ClipTokenizer
-
-    ClipTokenizer.clip(49407).save(folder / "clip")
-    text = CLIPTextConfig(
-        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
-    )
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(128, 256, 512, 512),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=2,
-    )
-    unet = diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
-    scheduler = diffusers.DDIMScheduler(
-        beta_start=0.00085,
-        beta_end=0.012,
-        beta_schedule="scaled_linear",
-        steps_offset=1,
-        clip_sample=False,
-        set_alpha_to_one=False,
-    )
-    diffusers.StableDiffusionPipeline(
-        vae=_randomized(vae, 1),
-        text_encoder=_randomized(CLIPTextModel(text), 2),
-        tokenizer=CLIPTokenizer.from_pretrained(folder / "clip"),
-        unet=_randomized(unet, 3),
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder)
-    shutil.rmtree(folder / "clip")
-
-
-def _randomized(module, seed: int):
-    """Scaled so that activations keep their size: of flat outputs all would seem to agree."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                parameter.copy_(0.1 * noise + (1.0 if name.endswith("weight") else 0.0))
-            elif "embedding" in name.split(".")[-2]:
-                parameter.copy_(0.5 * noise)
-            else:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
-    return module.eval()

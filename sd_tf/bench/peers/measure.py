@@ -1,4 +1,4 @@
-"""Ours and the peers in turn: what is measured, and in which order."""
+"""Measure our engine and its peers in turn, at each size."""
 
 import importlib.metadata
 import os
@@ -13,20 +13,19 @@ from pathlib import Path
 import numpy as np
 
 import sd_tf
-from sd_tf.bench import BenchError, why_not_the_same_work
-from sd_tf.bench import Options as ExportOptions
 from sd_tf.bench.peers import agreement, apart, folders, inputs
 from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, STAGES, Job
 from sd_tf.bench.peers.flops import unet_flops
 from sd_tf.bench.peers.process import Process
-from sd_tf.bench.report import hardware
+from sd_tf.bench.plan import BenchError, BenchOptions, why_not_the_same_work
+from sd_tf.bench.report import hardware, without_folders
 from sd_tf.bench.timing import summary
-from sd_tf.manifest import Manifest
+from sd_tf.runtime.manifest import Manifest
 
 FORMAT_VERSION = 1
-FULL_STEPS = 20  # of the pictures that the report speaks of
-WARM_STEPS = 2  # of the picture before the timed ones
-MAX_STEPS = 50  # of our exports
+FULL_STEPS = 20  # steps of the pictures in the report
+WARM_STEPS = 2  # steps of the picture before the timed ones
+MAX_STEPS = 50  # most steps of our exports
 LIBRARIES = (
     *("tensorflow", "keras", "keras-cv", "jax", "jaxlib", "torch", "diffusers", "transformers"),
     *("openvino", "numpy"),
@@ -35,7 +34,9 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Options:
+class ComparisonOptions:
+    """The peers and sizes to compare, and how."""
+
     checkpoint: str | None = None
     work: str = "out/peers"
     sizes: tuple[int, ...] = (256, 512)
@@ -45,40 +46,40 @@ class Options:
     precision: str = "float32"
     device: str = "cpu"
 
-    def check(self) -> "Options":
+    def check(self) -> "ComparisonOptions":
         if unknown := [name for name in self.peers if name not in PEERS]:
-            raise BenchError(f"--peers are of {', '.join(PEERS)}. Received: {', '.join(unknown)}")
+            raise BenchError(f"`peers` are of {', '.join(PEERS)}. Received: {', '.join(unknown)}")
         for name in ("sizes", "peers"):
             values = getattr(self, name)
             if not values or len(set(values)) != len(values):
                 given = ",".join(map(str, values))
-                raise BenchError(f"--{name} names at least one, each once. Received: {given!r}")
+                raise BenchError(f"`{name}` names at least one, each once. Received: {given!r}")
         if wrong := [size for size in self.sizes if size < 8 or size % 8]:
-            raise BenchError(f"--sizes are positive multiples of 8. Received: {wrong[0]}")
+            raise BenchError(f"`sizes` are positive multiples of 8. Received: {wrong[0]}")
         if self.rounds < 1:
-            raise BenchError(f"--rounds is at least 1. Received: {self.rounds}")
+            raise BenchError(f"`rounds` is at least 1. Received: {self.rounds}")
         if not WARM_STEPS <= self.steps <= FULL_STEPS:
             raise BenchError(
-                f"--steps is {WARM_STEPS} to {FULL_STEPS}: between two lies what one takes. "
+                f"`steps` is {WARM_STEPS} to {FULL_STEPS}: between two lies what one takes. "
                 f"Received: {self.steps}"
             )
         return self
 
 
-def measure(options: Options, progress: Progress = lambda text: None) -> dict:
-    """All sizes. A peer that fails is left out and says why; the others go on."""
+def measure(options: ComparisonOptions, progress: Progress = lambda text: None) -> dict:
+    """Measure all sizes. A peer that fails is left out, with its reason; the others go on."""
     options.check()
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    load_average = os.getloadavg()  # of before, which tells of others at work
+    load_average = os.getloadavg()  # before measuring: the load of other programs
     progress("checkpoint …")
     checkpoint = folders.checkpoint(options.checkpoint, work).resolve()
     sizes = [Size(options, work, checkpoint, size, progress).measure() for size in options.sizes]
     return {
         "format_version": FORMAT_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "flags": asdict(options),
-        "checkpoint": str(checkpoint),
+        "flags": without_folders(asdict(options)),
+        "checkpoint": checkpoint.name,
         "hardware": {**hardware(), "devices": sizes[0]["engines"][0]["devices"]},
         "versions": versions(),
         "load_average": load_average,
@@ -98,9 +99,11 @@ def versions() -> dict[str, str]:
 
 
 class Size:
-    """One size: our worker for all of it, the peers' one after the other."""
+    """The comparison at one size: our worker runs throughout, the peers' one after another."""
 
-    def __init__(self, options: Options, work: Path, checkpoint: Path, size: int, progress):
+    def __init__(
+        self, options: ComparisonOptions, work: Path, checkpoint: Path, size: int, progress
+    ):
         self.options, self.work, self.checkpoint, self.size = options, work, checkpoint, size
         self.progress = lambda text: progress(f"{size} px: {text}")
         self.run_folder = work / "run" / str(size)
@@ -128,7 +131,7 @@ class Size:
         )
         peers = list(self.options.peers)
         with self._reference(peers) as ours:
-            memory = ours.process.ask("memory")  # all has been called; matrices come now
+            memory = ours.process.ask("memory")  # before the matrix products, which would add to it
             matmul = [ours.process.ask("matmul")]
             pairs = [pair for name in peers if (pair := self._try(ours, name)) is not None]
             matmul.append(ours.process.ask("matmul"))
@@ -147,7 +150,10 @@ class Size:
 
     @contextmanager
     def _reference(self, peers: list[str]) -> Iterator["Running"]:
-        """Our SavedModels; where TensorFlow sees no GPU, our models on JAX, no peer then."""
+        """Start our SavedModels, or our models on JAX if TensorFlow sees no GPU.
+
+        In that case, JAX is not among the peers.
+        """
         try:
             ours = self._start(OURS)
         except BenchError as error:
@@ -160,7 +166,7 @@ class Size:
             yield ours
 
     def _start(self, name: str) -> "Running":
-        """The engine loaded, every stage called once."""
+        """Start an engine and call every stage once."""
         self.progress(f"{KINDS[name].label} …")
         log = self.work / "logs" / f"{name}-{self.size}.log"
         with ExitStack() as stack:
@@ -168,7 +174,7 @@ class Size:
             loaded = process.ask("load")
             firsts = {stage: self._ask(process, stage, save=True) for stage in STAGES}
             first_draw = process.ask("draw", steps=WARM_STEPS)["seconds"]
-            stack.pop_all()  # it goes on; who called ends it
+            stack.pop_all()  # the process goes on; the caller ends it
         return Running(name, process, loaded, firsts, first_draw)
 
     def _job(self, name: str) -> Job:
@@ -208,11 +214,11 @@ class Size:
     def _why_not(self, name: str) -> str | None:
         kind, options = KINDS[name], self.options
         if options.device not in kind.devices:
-            return f"It is measured on {', '.join(kind.devices)}."
+            return f"It is measured on {', '.join(kind.devices)} only."
         if options.precision not in kind.precisions:
-            return f"It computes in {', '.join(kind.precisions)}."
+            return f"It computes in {', '.join(kind.precisions)} only."
         if name == "kerascv":
-            return why_not_the_same_work(self.manifest, ExportOptions())
+            return why_not_the_same_work(self.manifest, BenchOptions())
         return None
 
     def _leave_out(self, name: str, reason: str, failed: bool) -> None:
@@ -241,7 +247,7 @@ class Size:
         }
         mine, theirs = draws
         at_full = [full_seconds(self.options.steps, draw) for draw in theirs]
-        # Our loop is the stage itself; what precedes it is in the draw already.
+        # A step of our loop is the stage itself; the rest of a picture is measured by the draw.
         step = {"step_seconds": stages["unet_step"]["ours"]["median"]}
         ours_at_full = [full_seconds(self.options.steps, draw | step) for draw in mine]
         return {
@@ -260,7 +266,7 @@ class Size:
 
     def _decibels(self, ours: "Running", name: str, stage: str) -> float:
         outputs = [np.load(self._output(engine, stage)) for engine in (ours.name, name)]
-        decibels = agreement.psnr(*outputs)
+        decibels = agreement.decibels(*outputs)
         agreement.check(KINDS[name].label, stage, decibels, self.options.precision)
         return decibels
 
@@ -282,7 +288,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Running:
-    """A loaded engine, and what its first calls took."""
+    """A loaded engine, and the seconds of its first calls."""
 
     name: str
     process: Process
@@ -308,7 +314,7 @@ class Running:
 
 
 def _ours(running: Running, pairs: list[dict]) -> dict:
-    """Our row: all that was measured beside any peer."""
+    """Return our row: a summary of everything that was measured in turn with any peer."""
 
     def values(part):
         return [value for pair in pairs for value in part(pair)["ours"]["values"]]
@@ -331,7 +337,7 @@ def _ours(running: Running, pairs: list[dict]) -> dict:
 
 
 def full_seconds(steps: int, draw: dict[str, float]) -> float:
-    """Of a picture of FULL_STEPS, from one of fewer and the step of its own loop."""
+    """Extrapolate a picture of fewer steps to FULL_STEPS by the seconds of one step."""
     return draw["seconds"] + (FULL_STEPS - steps) * draw["step_seconds"]
 
 

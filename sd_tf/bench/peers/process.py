@@ -1,4 +1,4 @@
-"""The parent's end of a worker."""
+"""Start workers, send them requests and read their replies."""
 
 import contextlib
 import dataclasses
@@ -8,21 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-import sd_tf
-from sd_tf.bench import LOG_LINES, BenchError
 from sd_tf.bench.peers.engine import Job
+from sd_tf.bench.plan import BenchError
+from sd_tf.bench.run import LOG_LINES, python_path
 
-HOME = Path(sd_tf.__file__).parent.parent
 PATIENCE = 60  # seconds that a worker may take to end
 
 
 def environment(job: Job) -> dict[str, str]:
-    """As many threads for each, and the GPU, which two processes share, only where it is meant."""
+    """Return a worker's environment: the same number of threads for all, a GPU only if wanted.
+
+    Two processes share the GPU, so neither may take all of its memory.
+    """
     gpu = job.device == "gpu"
-    path = os.pathsep.join([str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         **os.environ,
-        "PYTHONPATH": path,
+        "PYTHONPATH": python_path(),
         "KERAS_BACKEND": job.kind.backend,
         "OMP_NUM_THREADS": str(job.threads),
         "TF_NUM_INTRAOP_THREADS": str(job.threads),
@@ -35,7 +36,7 @@ def environment(job: Job) -> dict[str, str]:
 
 
 class Process:
-    """A worker, ended with the `with` block."""
+    """A worker process, which ends with the `with` block."""
 
     def __init__(self, job: Job, log: Path):
         self.job, self.label, self._log = job, job.kind.label, log
@@ -65,6 +66,7 @@ class Process:
         self._process.stdout.close()
 
     def ask(self, do: str, **arguments) -> dict:
+        """Call the worker's method `do`, and return its reply."""
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -74,7 +76,7 @@ class Process:
         if not line:
             status = self._process.wait()
             tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-            raise BenchError("\n".join([f"Its process ended with status {status}:", *tail]))
+            raise BenchError("\n".join([f"The process ended with status {status}:", *tail]))
         reply = json.loads(line)
         if "error" in reply:
             raise BenchError(f"{reply['error']} (log: {self._log})")

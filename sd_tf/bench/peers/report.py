@@ -1,12 +1,11 @@
-"""The comparison as text, as JSON, and as one HTML page that needs nothing else."""
+"""Write a comparison's results as text, as JSON and as an HTML page."""
 
 import json
 import textwrap
-from datetime import datetime
+from collections.abc import Iterable
 from pathlib import Path
-from string import Template
 
-from sd_tf.bench.page import STYLE, bars, escape, remark_list
+from sd_tf.bench.page import render
 from sd_tf.bench.peers import targets
 from sd_tf.bench.peers.engine import STAGES
 from sd_tf.bench.report import gigabytes, machine, number
@@ -39,7 +38,7 @@ def _with_ratio(part: dict) -> str:
 
 
 def row(engine: dict) -> list[str]:
-    """The cells below HEAD; a ratio is this engine's seconds over ours, taken in turn with it."""
+    """Return the cells below HEAD; a ratio is the engine's seconds over our SavedModels'."""
     stages = [engine["stages"][name] for name in STAGES]
     decibels = [f"{stage['psnr']:.0f}" for stage in stages if "psnr" in stage]
     return [
@@ -126,110 +125,52 @@ def table(results: dict) -> str:
 
 
 def page(results: dict) -> str:
-    date = datetime.fromisoformat(results["date"])
-    return PAGE.substitute(
-        title="Peers",
-        style=STYLE,
-        work=escape(work(results)),
-        machine=escape(machine(results)),
-        date=f'<time datetime="{escape(results["date"])}">{date:%d %B %Y, %H:%M} UTC</time>',
-        sections="".join(map(_size, results["sizes"])) + _targets(results) + setup(results),
+    judged = [judgement(target) for target in targets.judged(results)]
+    return render(
+        "peers.html.j2",
+        results,
+        heading="Peers",
+        work=work(results),
+        setup=setup(results),
+        sizes=[_size(size) for size in results["sizes"]],
+        target_size=targets.SIZE,
+        judged=labelled(judged),
     )
 
 
-def _size(size: dict) -> str:
-    head = [f"{size['size']} px", *HEAD[1:]]
-    charts = "".join(
-        f"<h2>{escape(name)}</h2>{_chart(size, stage)}"
-        for stage, name in {**NAMES, "end_to_end": "end to end"}.items()
-    )
-    return (
-        f"<section><h2>{size['size']}×{size['size']} px</h2><p>Seconds, medians; in parentheses "
-        f"how many times ours. A thin line spans the fastest to the slowest.</p>"
-        f"{html_table([head, *map(row, size['engines'])])}{remark_list(absences(size))}"
-        f"{charts}<p>{escape(' '.join(notes(size)))}</p></section>"
-    )
+def _size(size: dict) -> dict:
+    engines = size["engines"]
+    stages = [{**engine["stages"], "end_to_end": engine["end_to_end"]} for engine in engines]
+    return {
+        "size": size["size"],
+        "head": [f"{size['size']} px", *HEAD[1:]],
+        "rows": labelled(map(row, engines)),
+        "absences": absences(size),
+        "notes": notes(size),
+        "charts": {
+            name: [
+                (engine["label"], part[stage]["seconds"])
+                for engine, part in zip(engines, stages, strict=True)
+            ]
+            for stage, name in {**NAMES, "end_to_end": "end to end"}.items()
+        },
+    }
 
 
-def _chart(size: dict, stage: str) -> str:
-    parts = [{**engine["stages"], "end_to_end": engine["end_to_end"]} for engine in size["engines"]]
-    return bars(
-        [
-            {"name": engine["label"], "warm": part[stage]["seconds"]}
-            for engine, part in zip(size["engines"], parts, strict=True)
-        ]
-    )
+def labelled(lines: Iterable[list[str]]) -> list[tuple[str, list[str]]]:
+    """Split lines into (label, cells), as a page's tables take them."""
+    return [(label, cells) for label, *cells in lines]
 
 
-def _targets(results: dict) -> str:
-    judged = targets.judged(results)
-    if not judged:
-        return ""
-    lines = [["", "limit", "measured", ""], *map(judgement, judged)]
-    return f"<section><h2>Targets, {targets.SIZE} px</h2>{html_table(lines)}</section>"
-
-
-def html_table(lines: list[list[str]]) -> str:
-    head, *body = lines
-    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    rows = "".join(
-        f'<tr><th scope="row">{escape(label)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
-        + "</tr>"
-        for label, *rest in body
-    )
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def setup(results: dict) -> str:
+def setup(results: dict) -> dict[str, str]:
     flags = " ".join(f"--{k}={_flag(v)}" for k, v in results["flags"].items() if v is not None)
-    load = ", ".join(f"{value:.2f}" for value in results["load_average"])
-    facts = {
+    return {
         "system": results["hardware"]["system"],
-        "load before": load,
+        "load before": ", ".join(f"{value:.2f}" for value in results["load_average"]),
         **results["versions"],
         "flags": flags,
     }
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in facts.items()
-    )
-    return f'<section><h2>Setup</h2><dl class="setup">{items}</dl></section>'
 
 
 def _flag(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>sd_tf: $title</title>
-<style>$style
-main { max-width: 64rem; }
-section > p { margin: 1rem 0; }
-section h2 { margin-top: 1.1rem; }
-section h2:first-child { margin-top: 0; }
-.row { grid-template-columns: 15rem 1fr; }
-svg text { fill: var(--soft); font-size: 12px; }
-</style>
-</head>
-<body>
-<main>
-<header>
-<h1>$title</h1>
-<p class="work">$work</p>
-<p>$machine</p>
-<p>$date</p>
-</header>
-$sections
-</main>
-</body>
-</html>
-""")

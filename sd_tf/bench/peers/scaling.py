@@ -1,75 +1,74 @@
-"""`python -m sd_tf.bench scaling`: pictures per second of the SavedModels by batch and by size."""
+"""Measure the SavedModels' pictures per second by batch and by size."""
 
-import argparse
+import dataclasses
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 
-from sd_tf.bench import BenchError
-from sd_tf.bench.page import STYLE, escape
+from sd_tf.bench.page import render
 from sd_tf.bench.peers import folders, report
-from sd_tf.bench.peers.command import add_shared_arguments, numbers
 from sd_tf.bench.peers.engine import KINDS, OURS, Job
-from sd_tf.bench.peers.measure import FULL_STEPS, MAX_STEPS, versions
+from sd_tf.bench.peers.measure import FULL_STEPS, MAX_STEPS, Progress, versions
 from sd_tf.bench.peers.process import Process
-from sd_tf.bench.report import gigabytes, hardware, machine, number
+from sd_tf.bench.plan import BenchError
+from sd_tf.bench.report import gigabytes, hardware, machine, number, without_folders
 
 HEAD = ("batch", "px", "pictures/s", "pictures/s, 1st = 1", "step", "picture call", "peak GB")
-WIDTH, HEIGHT, MARGIN = 840, 300, 46
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """The batches and sizes to measure, the checkpoint, and how to measure."""
+
+    checkpoint: str | None = None  # None: a random SD1.5
+    work: str = "out/peers"
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    sizes: tuple[int, ...] = (256, 384, 512, 640, 768)
+    grid: str = "cross"
+    steps: int = 2  # a step is timed by a picture of 1 step and one of 1 + `steps`
+    precision: str = "float32"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Point:
+    """One batch at one size."""
+
     batch: int
     size: int
 
 
 def points(batches: tuple[int, ...], sizes: tuple[int, ...], grid: str) -> list[Point]:
-    """cross: every batch at the smallest size, every size at the smallest batch."""
+    """Return the points of a grid.
+
+    cross: every batch at the smallest size, every size at the smallest batch.
+    """
     batches, sizes = sorted(set(batches)), sorted(set(sizes))
     if batches[0] < 1:
-        raise BenchError(f"--batches are at least 1. Received: {batches[0]}")
+        raise BenchError(f"`batches` are at least 1. Received: {batches[0]}")
     if wrong := [size for size in sizes if size < 8 or size % 8]:
-        raise BenchError(f"--sizes are positive multiples of 8. Received: {wrong[0]}")
+        raise BenchError(f"`sizes` are positive multiples of 8. Received: {wrong[0]}")
     everything = [Point(*pair) for pair in product(batches, sizes)]
     if grid == "full":
         return everything
     return [p for p in everything if p.batch == batches[0] or p.size == sizes[0]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shared_arguments(parser)
-    parser.add_argument("--batches", type=numbers, default=(1, 2, 4, 8))
-    parser.add_argument("--sizes", type=numbers, default=(256, 384, 512, 640, 768))
-    parser.add_argument(
-        "--grid",
-        choices=["cross", "full"],
-        default="cross",
-        help="cross: all batches at the smallest size, all sizes at the smallest batch.",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=2,
-        help="A step is timed by pictures of one step and of so many more. Default: 2.",
-    )
-
-
-def run(options: argparse.Namespace) -> int:
+def scale(options: ScalingOptions, progress: Progress) -> dict:
+    """Measure every point in turn. A point that fails is left out, with its reason."""
     chosen = points(options.batches, options.sizes, options.grid)
     if not 1 <= options.steps < FULL_STEPS:
-        raise BenchError(f"--steps is 1 to {FULL_STEPS - 1}. Received: {options.steps}")
+        raise BenchError(f"`steps` is 1 to {FULL_STEPS - 1}. Received: {options.steps}")
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     load_average = os.getloadavg()
     checkpoint = folders.checkpoint(options.checkpoint, work).resolve()
     measured, left_out, devices = [], [], ["CPU"]
     for point in chosen:
-        print(f"batch {point.batch}, {point.size} px …", flush=True)
+        progress(f"batch {point.batch}, {point.size} px …")
         try:
             found = measure(point, checkpoint, work, options)
         except BenchError as error:
@@ -79,11 +78,10 @@ def run(options: argparse.Namespace) -> int:
         measured.append(found)
     if not measured:
         raise BenchError(f"Nothing could be measured. {left_out[0]['reason']}")
-    flags = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
-    results = {
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "flags": flags,
-        "checkpoint": str(checkpoint),
+        "flags": without_folders(dataclasses.asdict(options)),
+        "checkpoint": checkpoint.name,
         "hardware": {**hardware(), "devices": devices},
         "versions": versions(),
         "load_average": load_average,
@@ -91,17 +89,10 @@ def run(options: argparse.Namespace) -> int:
         "points": measured,
         "left_out": left_out,
     }
-    print("\n" + table(results))
-    if options.output is not None:
-        print(*report.write(results, options.output, "scaling", page(results)), sep="\n")
-    for item in left_out:
-        what = f"batch {item['batch']}, {item['size']} px"
-        print(f"sd_tf.bench: {what} failed. {item['reason']}", file=sys.stderr)
-    return int(bool(left_out))
 
 
-def measure(point: Point, checkpoint: Path, work: Path, options: argparse.Namespace) -> dict:
-    """One export, made for this point and then deleted: together they would fill a disk."""
+def measure(point: Point, checkpoint: Path, work: Path, options: ScalingOptions) -> dict:
+    """Export for one point, measure, and delete the export: all exports would fill a disk."""
     folder = work / "exports" / "scaling"
     flags = {"height": point.size, "width": point.size, "max_steps": MAX_STEPS}
     flags |= {"batch_size": point.batch, "precision": options.precision, "target": options.device}
@@ -126,7 +117,7 @@ def measure(point: Point, checkpoint: Path, work: Path, options: argparse.Namesp
             memory = ours.ask("memory")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    step_seconds = (long - short) / options.steps  # without what a call does but once
+    step_seconds = (long - short) / options.steps  # without the parts of a call that run once
     seconds = short + (FULL_STEPS - 1) * step_seconds
     return {
         **vars(point),
@@ -175,18 +166,6 @@ def _rows(results: dict) -> list[list[str]]:
 
 
 def page(results: dict) -> str:
-    date = datetime.fromisoformat(results["date"])
-    return report.PAGE.substitute(
-        title="Scaling",
-        style=STYLE,
-        work=escape(work(results)),
-        machine=escape(machine(results)),
-        date=f'<time datetime="{escape(results["date"])}">{date:%d %B %Y, %H:%M} UTC</time>',
-        sections=_charts(results) + report.setup(results),
-    )
-
-
-def _charts(results: dict) -> str:
     measured = results["points"]
     smallest = min(point["size"] for point in measured)
     fewest = min(point["batch"] for point in measured)
@@ -200,36 +179,46 @@ def _charts(results: dict) -> str:
         for p in measured
         if p["batch"] == fewest
     ]
-    figures = report.html_table([list(HEAD), *_rows(results)])
-    return (
-        f"<section><h2>Pictures per second by batch</h2><p>{smallest} px.</p>"
-        f"{curve(by_batch, 'pictures in a batch')}</section>"
-        f"<section><h2>Megapixels per second by size</h2><p>Batch {fewest}.</p>"
-        f"{curve(by_pixels, 'pixels of a picture')}</section>"
-        f"<section><h2>All figures</h2>{figures}</section>"
+    return render(
+        "scaling.html.j2",
+        results,
+        heading="Scaling",
+        work=work(results),
+        setup=report.setup(results),
+        smallest=smallest,
+        fewest=fewest,
+        by_batch=Curve("pictures in a batch", by_batch),
+        by_pixels=Curve("pixels of a picture", by_pixels),
+        head=HEAD,
+        rows=report.labelled(_rows(results)),
     )
 
 
-def curve(values: list[tuple[float, float, str]], label: str) -> str:
-    """A line through the points (x, y, x in words), both axes from zero."""
-    right, top = max(x for x, _, _ in values), max(y for _, y, _ in values)
+@dataclass(frozen=True)
+class Curve:
+    """A line through the values (x, y, x in words) on a page, both axes from zero."""
 
-    def place(x, y):
-        across = MARGIN + x / right * (WIDTH - 2 * MARGIN)
-        return f"{across:.1f}", f"{HEIGHT - MARGIN - y / top * (HEIGHT - 2 * MARGIN):.1f}"
+    label: str
+    values: list[tuple[float, float, str]]
+    width: int = 840
+    height: int = 300
+    margin: int = 46
 
-    places = [place(x, y) for x, y, _ in values]
-    line = " ".join(",".join(at) for at in places)
-    marks = "".join(
-        f'<circle cx="{x}" cy="{y}" r="3.5" fill="var(--main)"/>'
-        f'<text x="{x}" y="{float(y) - 8:.1f}" text-anchor="middle">{number(value)}</text>'
-        f'<text x="{x}" y="{HEIGHT - MARGIN + 16}" text-anchor="middle">{at}</text>'
-        for (x, y), (_, value, at) in zip(places, values, strict=True)
-    )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
-        f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{HEIGHT - MARGIN}" y2="{HEIGHT - MARGIN}" '
-        f'stroke="var(--soft)"/><polyline points="{line}" fill="none" stroke="var(--main)" '
-        f'stroke-width="2"/>{marks}'
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(label)}</text></svg>'
-    )
+    @property
+    def floor(self) -> int:
+        """The place of y = 0, counted from the top."""
+        return self.height - self.margin
+
+    @property
+    def points(self) -> list[dict]:
+        right, top = max(x for x, _, _ in self.values), max(y for _, y, _ in self.values)
+        across, up = self.width - 2 * self.margin, self.height - 2 * self.margin
+        return [
+            {
+                "x": round(self.margin + x / right * across, 1),
+                "y": round(self.floor - y / top * up, 1),
+                "value": y,
+                "name": name,
+            }
+            for x, y, name in self.values
+        ]

@@ -1,4 +1,4 @@
-"""What the SavedModels are to reach beside their peers, at one size."""
+"""The targets that the SavedModels should reach in comparison with their peers, at one size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ SIZE = 512
 
 @dataclass(frozen=True)
 class Target:
+    """A figure of the comparison and the limit that it should keep."""
+
     label: str
     value: Callable[[dict], float | None]  # from a size's results; None: not measured
     limit: float
@@ -28,7 +30,10 @@ def engine(size: dict, name: str) -> dict | None:
 
 
 def matmul_share(size: dict) -> float | None:
-    """Percent of the greatest rate seen of a product: the UNet's direct work in our step's time."""
+    """Return the UNet step's rate, in percent of the fastest matrix product that was measured.
+
+    The rate counts the operations of direct convolutions.
+    """
     ours, rates = engine(size, OURS), size["matmul_gflops"].values()
     if ours is None or not rates:
         return None
@@ -64,7 +69,7 @@ TARGETS = (
 
 
 def judged(results: dict) -> list[dict]:
-    """One entry for each target; none where the size was not measured."""
+    """Compare the results with each target; the list is empty if `SIZE` was not measured."""
     sizes = [size for size in results["sizes"] if size["size"] == SIZE]
     return [
         {

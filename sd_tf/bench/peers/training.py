@@ -1,77 +1,81 @@
-"""`python -m sd_tf.bench training`: updates of a UNet's weights, ours and PyTorch's, in turn."""
+"""Compare updates of a UNet's weights by our trainer and by PyTorch, in turn."""
 
-import argparse
 import os
 import statistics
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
-from sd_tf.bench import BenchError
 from sd_tf.bench.peers import apart, report
 from sd_tf.bench.peers.engine import TRAINERS, UPDATE, Job
-from sd_tf.bench.peers.measure import versions
+from sd_tf.bench.peers.measure import Progress, versions
 from sd_tf.bench.peers.process import Process
+from sd_tf.bench.plan import BenchError
 from sd_tf.bench.report import gigabytes, hardware, machine
 from sd_tf.checkpoints import TINY_FOLDER
 
 OURS = "ours"
-TOLERANCE = 1e-3  # of the first loss
-STEPS = 1000  # of the run that an update is thought to be part of
+TOLERANCE = 1e-3  # relative difference of the first losses
+STEPS = 1000  # steps of the run to which an update belongs
 HEAD = ("", "examples/s", "update, ms", "from", "to", "theirs / ours", "first loss", "peak GB")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint", default=str(TINY_FOLDER), help="Diffusers folder. Default: the tiny one."
-    )
-    parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=15, help="Turns of each. Default: 15.")
-    parser.add_argument("--engines", type=lambda text: text.split(","), default=list(TRAINERS))
-    parser.add_argument("--work", default="out/peers", help="Folder for inputs and logs.")
-    parser.add_argument("--output", type=Path, help="Folder for training.json.")
+@dataclass(frozen=True)
+class UpdateOptions:
+    """The engines whose updates are compared, the checkpoint, and how often."""
+
+    checkpoint: str = str(TINY_FOLDER)
+    batch_size: int = 32
+    rounds: int = 15  # timed updates of each engine, in turn
+    engines: tuple[str, ...] = tuple(TRAINERS)
+    work: str = "out/peers"
+
+    def check(self) -> "UpdateOptions":
+        for name, value in (("batch_size", self.batch_size), ("rounds", self.rounds)):
+            if value < 1:
+                raise BenchError(f"`{name}` is at least 1. Received: {value}")
+        if unknown := [name for name in self.engines if name not in TRAINERS]:
+            raise BenchError(f"`engines` are of {', '.join(TRAINERS)}. Received: {unknown[0]}")
+        if not (Path(self.checkpoint) / "model_index.json").is_file():
+            raise BenchError(f"`checkpoint` is a diffusers folder. Received: {self.checkpoint!r}")
+        return self
 
 
-def run(options: argparse.Namespace) -> int:
-    for name, value in (("batch_size", options.batch_size), ("rounds", options.rounds)):
-        if value < 1:
-            raise BenchError(f"--{name} is at least 1. Received: {value}")
-    if unknown := [name for name in options.engines if name not in TRAINERS]:
-        raise BenchError(f"--engines are of {', '.join(TRAINERS)}. Received: {unknown[0]}")
+def compare(options: UpdateOptions, progress: Progress) -> dict:
+    """Measure the engines' updates in turn, ours among them."""
+    options.check()
     engines = list(dict.fromkeys([OURS, *options.engines]))
-    if not (Path(options.checkpoint) / "model_index.json").is_file():
-        raise BenchError(f"--checkpoint is a diffusers folder. Received: {options.checkpoint!r}")
     load_average = os.getloadavg()
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     inputs = work / "training.npz"
     apart(write_inputs, inputs, options.checkpoint, options.batch_size)
-    found = measure(engines, options, inputs, work / "logs")
-    results = {
+    found = measure(engines, options, inputs, work / "logs", progress)
+    return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "checkpoint": options.checkpoint,
+        "checkpoint": Path(options.checkpoint).resolve().name,
         "batch_size": options.batch_size,
         "hardware": {**hardware(), "devices": ["CPU"]},
         "versions": versions(),
         "load_average": load_average,
         "engines": found,
     }
-    print("\n" + table(results))
-    if options.output is not None:
-        print(report.write_json(results, options.output, "training"))
-    return 0
 
 
 def write_inputs(path: Path, checkpoint: str, batch_size: int) -> None:
-    """One batch, as latents and text states computed beforehand would make it."""
+    """Write one random batch of latents and text states, in place of computed ones."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     from sd_tf.weights import open_checkpoint
 
-    unet = open_checkpoint(checkpoint).config.unet
+    unet = open_checkpoint(checkpoint).config.denoiser
     if unet.added is not None or unet.in_channels != unet.out_channels:
-        raise BenchError("Updates are compared of text-to-image models with one text encoder.")
+        raise BenchError(
+            f"Comparing updates needs a text-to-image checkpoint with one text encoder. "
+            f"Received: {checkpoint}"
+        )
     draws = np.random.default_rng(0)
     shape = (batch_size, unet.sample_size, unet.sample_size, unet.in_channels)
     np.savez(
@@ -83,14 +87,16 @@ def write_inputs(path: Path, checkpoint: str, batch_size: int) -> None:
     )
 
 
-def measure(engines: list[str], options, inputs: Path, logs: Path) -> dict[str, dict]:
-    """All stay loaded and take turns. Their first losses, from the same weights, are the same."""
+def measure(
+    engines: list[str], options: UpdateOptions, inputs: Path, logs: Path, progress: Progress
+) -> dict[str, dict]:
+    """Load all engines, compare their first losses from the same weights, and time them in turn."""
     threads = len(os.sched_getaffinity(0))
     found = {}
     with ExitStack() as stack:
         workers = {}
         for name in engines:
-            print(f"{TRAINERS[name].label} …", flush=True)
+            progress(f"{TRAINERS[name].label} …")
             job = Job(
                 name,
                 STEPS,
@@ -113,7 +119,7 @@ def measure(engines: list[str], options, inputs: Path, logs: Path) -> dict[str, 
             difference = abs(found[name]["first_loss"] / found[OURS]["first_loss"] - 1.0)
             if difference > TOLERANCE:
                 raise BenchError(
-                    f"{TRAINERS[name].label} computes something else: its first loss is "
+                    f"All first losses must be equal. {TRAINERS[name].label} gave "
                     f"{found[name]['first_loss']:.6g}, ours {found[OURS]['first_loss']:.6g}."
                 )
         for worker in workers.values():

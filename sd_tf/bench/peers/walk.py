@@ -1,4 +1,4 @@
-"""Text to picture for engines that come as models only: DDIM's steps from the table, in NumPy."""
+"""Draw pictures with engines that are models only: DDIM's steps from the table, in NumPy."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Model = Callable[..., np.ndarray]
 
 
 def walk(inputs: dict[str, np.ndarray], steps: int, encode: Model, unet: Model, decode: Model):
-    """Seconds of one step on the way; `steps` beyond the table's are not there."""
+    """Draw one picture in at most the table's number of steps; return the seconds of one step."""
     context = encode(inputs["tokens"])
     x = inputs["noise"]
     rows = inputs["rows"][:steps]

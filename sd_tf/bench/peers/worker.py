@@ -1,7 +1,7 @@
-"""`python -m sd_tf.bench.peers.worker JOB`: one engine, told what to do line by line.
+"""`python -m sd_tf.bench.peers.worker JOB`: load one engine and answer requests, line by line.
 
-A line in is {"do": …}, a line out its result or {"error": …}. The end of the input ends it. What
-libraries print goes to the log, which is this process's error output.
+A request is a line {"do": …}; the reply is its result or {"error": …}. The worker ends at the end
+of its input. Output of libraries goes to the log, which is this process's error output.
 """
 
 import time
@@ -25,7 +25,7 @@ from sd_tf.bench.timing import peak_memory, timed  # noqa: E402
 def main(argument: str) -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        with contextlib.suppress(OSError):  # where memory ends, this process is to go first
+        with contextlib.suppress(OSError):  # out of memory, the kernel kills this process first
             Path("/proc/self/oom_score_adj").write_text("900", encoding="utf-8")
         worker = Worker(Job(**json.loads(argument)))
         for line in sys.stdin:
@@ -33,7 +33,7 @@ def main(argument: str) -> None:
 
 
 class Worker:
-    """Each public method is what one line asks for."""
+    """The engine of one job; each of its public methods answers one kind of request."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -47,7 +47,7 @@ class Worker:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def load(self) -> dict:
-        """Seconds since Python began, without what the engine compiles as it loads."""
+        """Load the engine; return the seconds since Python started, without those of compiling."""
         name = f"sd_tf.bench.peers.engines.{self.job.kind.module}"
         self._loaded = loaded = importlib.import_module(name).load(self.job)
         return {

@@ -1,10 +1,11 @@
-"""Offline batches on Ray Data: a file of prompts in, a folder of pictures out.
+"""Offline batches on Ray Data: make a folder of pictures from a file of prompts.
 
-`rows` reads and checks the prompts and divides them into units, each one model batch; `folder`
-writes what is done, and knows it from the folder alone; `work` runs units on Ray's workers. A unit
-depends on the whole input and not on what is done, so a job that was killed ends in the same bits.
+`rows` reads and checks the prompts and divides them into units, each one model batch. `folder`
+writes finished units, and finds them again by their files. `work` runs units on Ray's workers.
+Units depend on the whole input, not on those already done, so a job that was killed and started
+again makes the same pictures.
 """
 
+from sd_tf.serving.errors import BatchError
 
-class BatchError(ValueError):
-    """A job that cannot be run: the rule, what was received, how to mend it."""
+__all__ = ["BatchError"]

@@ -1,6 +1,6 @@
-"""The output folder: one job's, written by one process, every file there complete or not at all.
+"""The output folder of one job, written by one process; every file is complete or absent.
 
-    job.json       what the job is: input, export, flags
+    job.json       the job: input, export, flags
     failed.jsonl   rows that cannot be drawn: row (from 0), id, reason
     ID.png         one for each row, or
     part-N.parquet   one for each unit: a row's id, prompt, settings and its picture as PNG
@@ -11,7 +11,6 @@ them made is written once.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -21,16 +20,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sd_tf.files import atomic, locks
+from sd_tf.runtime.parameter import Kind
 from sd_tf.serving.batch import BatchError
-from sd_tf.serving.batch.rows import Failure, Unit
+from sd_tf.serving.batch.rows import ID, Failure, Unit, row_parameters
 
 FORMATS = ("png", "parquet")
-JOB, FAILED, LOCK, PARTIAL = "job.json", "failed.jsonl", ".lock", ".partial"
+JOB, FAILED, LOCK = "job.json", "failed.jsonl", ".lock"
 NAME_LENGTH = 150  # of 255 bytes
 
 
 class Folder:
-    """See `opened`."""
+    """The output folder of one job; see `opened`."""
 
     def __init__(self, path: Path, file_format: str):
         self.path, self.file_format = path, file_format
@@ -38,29 +39,26 @@ class Folder:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path, file_format: str) -> Iterator["Folder"]:
-        """A lock, which dies with its process, keeps two jobs from one folder."""
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = open(path / LOCK, "w")  # noqa: SIM115
-        except OSError as error:
-            raise BatchError(f"--out {path} cannot be written: {error}") from error
-        with lock:
+        """Open the folder for one job; a lock keeps a second one out."""
+        busy = BatchError(
+            f"Another job is writing to {path}. Wait for it, or choose another `out`."
+        )
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BatchError(
-                    f"Another job is writing to {path}. Wait for it, or choose another --out."
-                ) from None
+                path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locks.held(path / LOCK, busy))
+            except OSError as error:
+                raise BatchError(f"`out` {path} cannot be written: {error}") from error
             yield cls(path, file_format)
 
     def claim(self, job: dict[str, Any], failures: Iterable[Failure]) -> None:
-        """Make the folder this job's, or see that it already is."""
+        """Mark the folder as this job's; refuse a folder that belongs to another job."""
         path = self.path / JOB
         if not path.exists():
             if others := sorted(p.name for p in self.path.iterdir() if p.name[0] != "."):
                 raise BatchError(
                     f"{self.path} is not empty and has no {JOB}, so no job began it "
-                    f"(it holds {others[0]}). Choose another --out."
+                    f"(it holds {others[0]}). Choose another `out`."
                 )
             self._write(JOB, (json.dumps(job, indent=1, ensure_ascii=False) + "\n").encode())
         else:
@@ -73,7 +71,7 @@ class Folder:
             self._write(FAILED, b"".join(lines))
 
     def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """Those of which at least a file is not there."""
+        """Return the units of which at least one file is missing."""
         present = {entry.name for entry in os.scandir(self.path)}
         return [unit for unit in units if not present.issuperset(self._names(unit))]
 
@@ -89,22 +87,11 @@ class Folder:
         return [f"{safe_name(row.id)}.png" for row in unit.rows]
 
     def _write(self, name: str, content: bytes) -> None:
-        """Absent or complete, even if the power fails."""
-        partial = self.path / PARTIAL
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(partial, self.path / name)
-        directory = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        atomic.write(self.path / name, content, durable=True)
 
 
 def safe_name(identity: str) -> str:
-    """A file's name for any id, a different one for each, that is visible and leads nowhere."""
+    """Return a file name for an id: one for each, not hidden, and inside the folder."""
     name = re.sub(
         rb"[^A-Za-z0-9_.-]|^\.", lambda found: b"%%%02X" % found[0][0], identity.encode()
     ).decode()
@@ -117,7 +104,7 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
     try:
         begun = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise BatchError(f"{path} cannot be read: {error}. Choose another --out.") from error
+        raise BatchError(f"{path} cannot be read: {error}. Choose another `out`.") from error
     if begun == job:
         return
     begun = begun if isinstance(begun, dict) else {}
@@ -129,7 +116,7 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
     ]
     raise BatchError(
         f"{path.parent} holds another job: {'; '.join(differing)}. Give what it was begun with, "
-        f"or another --out."
+        f"or another `out`."
     )
 
 
@@ -137,19 +124,20 @@ def _table(unit: Unit, pngs: list[bytes]) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
-    text, number = pyarrow.string(), pyarrow.int64()
     types = {
-        "id": text,
-        "prompt": text,
-        "negative_prompt": text,
-        "seed": number,
-        "num_steps": number,
-        "guidance_scale": pyarrow.float64(),
-        "scheduler": text,
-        "png": pyarrow.binary(),
+        Kind.TEXT: pyarrow.string(),
+        Kind.CHOICE: pyarrow.string(),
+        Kind.WHOLE: pyarrow.int64(),
+        Kind.SEED: pyarrow.int64(),
+        Kind.NUMBER: pyarrow.float64(),
+        Kind.PAIR: pyarrow.list_(pyarrow.int64(), 2),
     }
-    columns = {name: [getattr(row, name) for row in unit.rows] for name in types if name != "png"}
-    table = pyarrow.table({**columns, "png": pngs}, schema=pyarrow.schema(types.items()))
+    known = row_parameters()
+    schema = {ID: pyarrow.string(), **{name: types[known[name].kind] for name in known}}
+    columns = {name: [getattr(row.call, name) for row in unit.rows] for name in known}
+    columns = {ID: [row.id for row in unit.rows], **columns, "png": pngs}
+    schema = pyarrow.schema({**schema, "png": pyarrow.binary()}.items())
+    table = pyarrow.table(columns, schema=schema)
     file = io.BytesIO()
     pyarrow.parquet.write_table(table, file, compression="none")  # PNG is compressed
     return file.getvalue()

@@ -1,37 +1,39 @@
-"""Prompts from txt, csv, jsonl or parquet, checked row by row, and divided into units."""
+"""Read prompts from txt, csv, jsonl or parquet, check them by row, and divide them into units."""
 
 import contextlib
-import csv
-import io
-import json
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sd_tf.manifest import Manifest
+from sd_tf.files.rows import SUFFIXES, Entry, RowsError, read_rows
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.parameter import Parameter
 from sd_tf.serving.batch import BatchError
 
-SETTINGS = ("negative_prompt", "seed", "num_steps", "guidance_scale", "scheduler")
-COLUMNS = ("prompt", *SETTINGS, "id")
-LARGEST = 3.4e38  # the models take the guidance scale as float32
+ID = "id"
 SHOWN = 60  # characters of a value in a reason
 
-Entry = dict[str, Any] | str  # the values given in a row, or why it could not be read
+
+def row_parameters() -> dict[str, Parameter]:
+    """Return the parameters that a row can have: no pictures, nor any that go with one."""
+    return {
+        name: known
+        for name, known in Call.parameters().items()
+        if known.fits_a_cell and not known.in_python_only and known.goes_with is None
+    }
+
+
+COLUMNS = (*row_parameters(), ID)
 
 
 @dataclass(frozen=True)
 class Row:
     """One picture to make."""
 
-    id: str  # what was given, or the row's number
-    prompt: str
-    negative_prompt: str | None
-    seed: int
-    num_steps: int
-    guidance_scale: float
-    scheduler: str
+    id: str  # given by the row, or its number
+    call: Call
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows that one call of the models makes, of equal steps, guidance and scheduler."""
+    """Rows that one call makes; they agree in the parameters that are one for all pictures."""
 
     index: int
     rows: tuple[Row, ...]
@@ -53,86 +55,29 @@ class Unit:
 
 
 def read_entries(path: Path, content: bytes) -> list[Entry]:
-    """Rows as they stand in the file; a file that is wrong as a whole is refused."""
-    readers = {".txt": _txt, ".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet}
-    if path.suffix not in readers:
+    """Read all rows as they stand in the file; refuse a file that is wrong as a whole."""
+    if path.suffix not in SUFFIXES:
         raise BatchError(
-            f"Prompts are read from {', '.join(readers)}. Received: {path.name or path}"
+            f"Prompts are read from {', '.join(SUFFIXES)}. Received: {path.name or path}"
         )
-    entries = readers[path.suffix](path, content)
-    if not entries:
+    try:
+        found = read_rows(path, content, line_column="prompt")
+        if found.columns is not None:
+            _check_columns(path, found.columns)
+        rows = list(found)
+    except RowsError as error:
+        raise BatchError(str(error)) from error
+    if not rows:
         raise BatchError(f"{path} has no rows.")
-    return entries
-
-
-def _text(path: Path, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")  # Excel writes a byte order mark
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise BatchError(f"{path}, line {line}, is not UTF-8: {error}.") from error
-
-
-def _lines(path: Path, content: bytes) -> list[str]:
-    lines = _text(path, content).split("\n")  # splitlines would also cut at U+2028
-    if not lines[-1]:
-        lines.pop()
-    return [line.removesuffix("\r") for line in lines]
-
-
-def _txt(path: Path, content: bytes) -> list[Entry]:
-    return [{"prompt": line} for line in _lines(path, content)]
-
-
-def _csv(path: Path, content: bytes) -> list[Entry]:
-    """An empty cell is a value that is not given."""
-    reader = csv.reader(io.StringIO(_text(path, content), newline=""), strict=True)
-    entries = []
-    try:
-        header = next(reader, [])
-        _check_columns(path, header)
-        for values in filter(None, reader):
-            entry = {name: value for name, value in zip(header, values, strict=False) if value}
-            if len(values) != len(header):
-                entry = (
-                    f"{len(values)} values for {len(header)} columns; a text with commas needs "
-                    f"quotes"
-                )
-            entries.append(entry)
-    except csv.Error as error:
-        raise BatchError(f"{path}, line {reader.line_num}, is not CSV: {error}.") from error
-    return entries
-
-
-def _jsonl(path: Path, content: bytes) -> list[Entry]:
-    entries = [_json(line) for line in _lines(path, content)]
-    objects = [entry for entry in entries if isinstance(entry, dict)]
-    if objects:
-        _check_columns(path, list(dict.fromkeys(name for entry in objects for name in entry)))
-    return entries
-
-
-def _json(line: str) -> Entry:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"this is not JSON ({error})"
-    if not isinstance(entry, dict):
-        return f"this is no JSON object but {type(entry).__name__}"
-    return {name: value for name, value in entry.items() if value is not None}
-
-
-def _parquet(path: Path, content: bytes) -> list[Entry]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        _check_columns(path, file.schema_arrow.names)
-        found = file.read().to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BatchError(f"{path} is not readable as parquet: {error}") from error
-    return [{k: value for k, value in entry.items() if value is not None} for entry in found]
+    objects = [row for row in rows if isinstance(row, dict)]
+    if found.columns is None and objects:
+        _check_columns(path, list(dict.fromkeys(name for row in objects for name in row)))
+    return [
+        {name: value for name, value in row.items() if value is not None}  # null: not given
+        if isinstance(row, dict)
+        else row
+        for row in rows
+    ]
 
 
 def _check_columns(path: Path, names: list[str]) -> None:
@@ -143,48 +88,54 @@ def _check_columns(path: Path, names: list[str]) -> None:
     if "prompt" not in names:
         raise BatchError(f"{path}: no column prompt. Received: {', '.join(names) or 'none'}")
     if len(set(names)) < len(names):
-        raise BatchError(f"{path}: a column stands there twice. Received: {', '.join(names)}")
+        raise BatchError(f"{path}: a column occurs twice. Received: {', '.join(names)}")
 
 
 # Checking
 
 
-def check_settings(settings: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
-    """What the flags give to every row that has nothing of its own."""
-    checked = {name: CHECKS[name](name, settings[name]) for name in SETTINGS}
-    if settings["scheduler"] not in manifest.samplers:
-        manifest.model_calls(settings["scheduler"], 1)  # says which there are
-    return checked
-
-
 def check_rows(
-    entries: Iterable[Entry], settings: dict[str, Any], manifest: Manifest
+    entries: Iterable[Entry], settings: Mapping[str, Any], manifest: Manifest
 ) -> tuple[list[Row], list[Failure]]:
-    """A row without a seed gets the flag's plus its number, so that every run draws the same."""
+    """Check each row against the export; return the rows to draw, and the failures.
+
+    Values that a row does not give are those of `settings`. The seed is then that of `settings`
+    plus the row's number, so that every run draws the same pictures.
+    """
     rows, failures, numbers = [], [], {}
     for number, entry in enumerate(entries):
         name = f"{number:06d}"
         try:
             if isinstance(entry, str):
                 raise ValueError(entry)
-            if "id" in entry:
-                name = _id(entry["id"])
+            if ID in entry:
+                name = _id(entry[ID])
             if name in numbers:
-                raise ValueError(f"the id is that of row {numbers[name]} too")
+                raise ValueError(f"the id is also that of row {numbers[name]}")
             numbers[name] = number
             defaults = {**settings, "seed": settings["seed"] + number}
-            rows.append(_row(name, entry, defaults, manifest))
+            rows.append(Row(name, _call({**defaults, **_values(entry)}, manifest)))
         except ValueError as error:
             failures.append(Failure(number, name, str(error)))
     return rows, failures
 
 
+def check_settings(given: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """Check the values for rows that give none of their own, and add defaults."""
+    settings = {}
+    for name, known in row_parameters().items():
+        if given.get(name) is not None:
+            settings[name] = known.check(given[name], manifest)
+        elif known.taken_by.holds(manifest) and known.default_for(manifest) is not None:
+            settings[name] = known.default_for(manifest)
+    return settings
+
+
 def divide(rows: Iterable[Row], batch_size: int) -> list[Unit]:
-    """Units in the order of their first rows."""
+    """Divide rows into units, in the order of their first rows."""
     groups: dict[tuple, list[tuple[int, Row]]] = {}
     for place, row in enumerate(rows):
-        alike = (row.num_steps, row.guidance_scale, row.scheduler, row.negative_prompt is None)
-        groups.setdefault(alike, []).append((place, row))
+        groups.setdefault(row.call.alike(), []).append((place, row))
     chunks = [
         group[start : start + batch_size]
         for group in groups.values()
@@ -194,71 +145,30 @@ def divide(rows: Iterable[Row], batch_size: int) -> list[Unit]:
     return [Unit(i, tuple(row for _, row in chunk)) for i, chunk in enumerate(chunks)]
 
 
-def _row(name: str, entry: dict[str, Any], defaults: dict[str, Any], manifest: Manifest) -> Row:
-    prompt = _unicode("prompt", entry.get("prompt", ""))
-    if not prompt.strip():
+def _values(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a row gives, parsed where the file has only texts."""
+    return {
+        name: known.from_text(entry[name]) if isinstance(entry[name], str) else entry[name]
+        for name, known in row_parameters().items()
+        if name in entry
+    }
+
+
+def _call(values: Mapping[str, Any], manifest: Manifest) -> Call:
+    prompt = values.get("prompt", "")
+    if isinstance(prompt, str) and not prompt.strip():
         raise ValueError("the prompt is empty")
-    values = {key: CHECKS[key](key, entry.get(key, defaults[key])) for key in SETTINGS}
-    manifest.model_calls(values["scheduler"], values["num_steps"])
-    return Row(id=name, prompt=prompt, **values)
+    for name, known in row_parameters().items():
+        if known.each and known.is_many(values.get(name)):  # a row is one picture
+            raise known.refusal(values[name], manifest)
+    return Call(**values).completed(manifest)
 
 
 def _id(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        raise ValueError(f"an id is a text or a whole number. Received: {_shown(value)}")
-    return _unicode("id", str(value))
-
-
-def _unicode(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is a text. Received: {_shown(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is no valid Unicode: {error.reason}") from error
-    return value
-
-
-def _optional_text(name: str, value: Any) -> str | None:
-    return None if value is None else _unicode(name, value)
-
-
-def _whole(name: str, value: Any) -> int:
-    """pandas makes floats of whole numbers with gaps, and CSV knows only text."""
-    with contextlib.suppress(ValueError):
-        if isinstance(value, str) or (isinstance(value, float) and value.is_integer()):
-            return int(value)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is a whole number. Received: {_shown(value)}")
-    return value
-
-
-def _seed(name: str, value: Any) -> int:
-    seed = _whole(name, value)
-    if not -(2**31) <= seed < 2**31:
-        raise ValueError(f"{name} is a whole number of 32 bits. Received: {_shown(value)}")
-    return seed
-
-
-def _finite(name: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (ValueError, TypeError, OverflowError):
-        number = math.nan
-    if not abs(number) < LARGEST:
-        raise ValueError(f"{name} is a finite number. Received: {_shown(value)}")
-    return number
-
-
-CHECKS = {
-    "negative_prompt": _optional_text,
-    "seed": _seed,
-    "num_steps": _whole,
-    "guidance_scale": _finite,
-    "scheduler": _unicode,
-}
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    is_text = isinstance(value, int | str) and not isinstance(value, bool) and value != ""
+    with contextlib.suppress(UnicodeEncodeError):  # half of a surrogate pair
+        if is_text and str(value).encode():
+            return str(value)
+    shown = repr(value)
+    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+    raise ValueError(f"an id is a text or a whole number. Received: {shown}")

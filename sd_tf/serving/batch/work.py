@@ -1,4 +1,4 @@
-"""Units on Ray's workers, each of which holds a pipeline."""
+"""Run units on Ray's workers, each of which holds a pipeline."""
 
 import contextlib
 import dataclasses
@@ -17,17 +17,19 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 import ray.data
 
-from sd_tf.generate import png_bytes
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.png import metadata, png_bytes
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.rows import Unit
+from sd_tf.serving.devices import see_reserved_gpus
 
-ATTEMPTS = 5  # after as many, what was begun and never ended is what kills its worker
-MOST_BLOCKS = 10_000  # Ray's own work grows with them; beyond, a block is several units
+ATTEMPTS = 5  # begun so often and never ended, a unit is taken to kill its worker
+MOST_BLOCKS = 10_000  # Ray's own work grows with them; larger jobs have several units in a block
 
 
 @dataclass(frozen=True)
 class Resources:
-    """None: chosen by what Ray finds."""
+    """Ray's address, the workers and what each reserves; None: chosen by what Ray finds."""
 
     address: str | None = None
     workers: int | None = None
@@ -36,7 +38,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Model:
+class Loading:
     """How a worker loads the export."""
 
     export_dir: str
@@ -46,9 +48,9 @@ class Model:
 
 @contextlib.contextmanager
 def connected(wanted: Resources) -> Iterator[Resources]:
-    """Ray within this process' life, or a cluster's; all resources chosen."""
+    """Start Ray for this process, or join a cluster; yield the chosen resources."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if wanted.address is None:  # an address in RAY_ADDRESS is not meant either
+    if wanted.address is None:  # also ignores RAY_ADDRESS
         asked = math.ceil((wanted.workers or 1) * wanted.cpus_per_worker)
         cpus = max(os.cpu_count() or 1, asked)
         options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
@@ -75,17 +77,17 @@ def _chosen(wanted: Resources, gpus: float) -> Resources:
     if wanted.address is None and workers * per_worker > gpus:
         raise BatchError(
             f"{workers} workers with {per_worker:g} GPUs each need more than the {gpus:g} that "
-            f"Ray finds here. Lower --workers or --gpus_per_worker."
+            f"Ray finds here. Lower `workers` or `gpus_per_worker`."
         )
     return dataclasses.replace(wanted, workers=workers, gpus_per_worker=per_worker)
 
 
 def answers(
-    units: list[Unit], model: Model, resources: Resources
+    units: list[Unit], model: Loading, resources: Resources
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """(a unit's index, its pictures as PNG), as they are made.
+    """Yield (a unit's index, its pictures as PNG) as units are finished.
 
-    Ray starts a killed worker anew and has its unit made again; an error in a worker ends the job.
+    Ray restarts a killed worker and repeats its unit; an error in a worker ends the job.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -93,7 +95,7 @@ def answers(
     context.max_consecutive_actor_init_deaths = 0
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors reach us as exceptions
     items = [
-        {"unit": unit.index, "rows": json.dumps([dataclasses.asdict(row) for row in unit.rows])}
+        {"unit": unit.index, "calls": json.dumps([row.call.described() for row in unit.rows])}
         for unit in units
     ]
     attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
@@ -114,7 +116,7 @@ def answers(
 
 
 class Attempts:
-    """How often a thing was begun since it last ended well."""
+    """Counts how often each piece of work was begun since it last ended well."""
 
     def __init__(self):
         self.begun = Counter()
@@ -128,9 +130,9 @@ class Attempts:
 
 
 class Worker:
-    """A process with a pipeline. What goes wrong is an answer: Ray would wrap it in its own."""
+    """A process with a pipeline. It returns errors, as Ray would wrap raised ones in its own."""
 
-    def __init__(self, model: Model, resources: Resources, attempts):
+    def __init__(self, model: Loading, resources: Resources, attempts):
         self.attempts = attempts
         self.problem = None
         try:
@@ -143,16 +145,15 @@ class Worker:
         if problem is None:
             try:
                 self._begin(f"unit {item['unit']}", f"The unit {item['unit']}", ATTEMPTS)
-                pngs = self.draw(json.loads(item["rows"]))
+                pngs = self.draw([Call(**values) for values in json.loads(item["calls"])])
             except Exception as error:
                 problem = described(error)
         return {"unit": item["unit"], "pngs": pngs, "problem": problem or ""}
 
-    def load(self, model: Model, resources: Resources) -> None:
+    def load(self, model: Loading, resources: Resources) -> None:
         self._begin("start", "Loading the export", ATTEMPTS * resources.workers)
-        if 0 < resources.gpus_per_worker < 1:
-            os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # the GPU is shared
-        from sd_tf.pipeline import Pipeline
+        see_reserved_gpus()
+        from sd_tf.runtime.pipeline import Pipeline
 
         self.pipe = Pipeline.load(
             model.export_dir, model.jit_compile, compile_cache=model.compile_cache
@@ -160,29 +161,20 @@ class Worker:
         self.pipe.warm_up()
         ray.get(self.attempts.end.remote("start"))
 
-    def draw(self, rows: list[dict[str, Any]]) -> list[bytes]:
-        """Rows of a unit → their PNGs."""
-        alike = {name: rows[0][name] for name in ("num_steps", "guidance_scale", "scheduler")}
-        negatives = [row["negative_prompt"] for row in rows]
-        result = self.pipe(
-            [row["prompt"] for row in rows],
-            negative_prompt=None if negatives[0] is None else negatives,
-            seed=[row["seed"] for row in rows],
-            **alike,
-        )
-        told = {"pictures": [], "checkpoint": self.pipe.manifest.checkpoint}
-        pngs = []
-        for row, image in zip(rows, result.images, strict=True):
-            given = {key: value for key, value in row.items() if value is not None and key != "id"}
-            pngs.append(png_bytes(image, {**given, **told}))
-        return pngs
+    def draw(self, calls: list[Call]) -> list[bytes]:
+        """Draw single pictures whose calls are alike; return their PNGs."""
+        result = self.pipe(**Call.joined(calls).given())
+        return [
+            png_bytes(image, metadata(call, self.pipe.manifest))
+            for call, image in zip(result.each, result.images, strict=True)
+        ]
 
     def _begin(self, name: str, what: str, most: int) -> None:
         count = ray.get(self.attempts.begin.remote(name))
         if count > most:
             raise BatchError(
-                f"{what} has ended its worker's process {count - 1} times, as too little memory "
-                f"does; Ray's logs say more"
+                f"{what} has ended its worker's process {count - 1} times, often a sign of too "
+                f"little memory; see Ray's logs"
             )
 
 

@@ -1,5 +1,6 @@
-"""The Ray Serve application: an export's models as deployments that scale apart, and their front.
+"""The Ray Serve application: a deployment for each of an export's models, and one for the front.
 
-The front puts pictures of several callers into batches and walks from model to model; the models
-keep nothing between two calls. So a replica that dies costs a repeated call, no picture.
+The front puts pictures of several callers into batches and calls one model after the other. Models
+keep nothing between calls: if a replica dies, its call is repeated on another, and no picture is
+lost.
 """

@@ -1,32 +1,28 @@
-"""The deployments, and how they hang together."""
+"""The application's deployments, and how they are connected."""
 
 import dataclasses
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
-from sd_tf.manifest import Manifest
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.ray_app.front import Front
-from sd_tf.serving.ray_app.models import Model
+from sd_tf.serving.ray_app.models import ModelReplica
 from sd_tf.serving.ray_app.settings import Scale, Settings
 
 NAME = "sd_tf"
 FRONT = "front"
-GRPC_SERVICES = [
-    "tensorflow_serving.apis.prediction_service_pb2_grpc.add_PredictionServiceServicer_to_server",
-    "tensorflow_serving.apis.model_service_pb2_grpc.add_ModelServiceServicer_to_server",
-]
-MODEL_CALLS = 8  # that a replica takes in; one runs, the others wait or ask how it is
-FRONT_CALLS = 1000
+MODEL_CALLS = 8  # that a replica accepts at once: one runs, the others wait or check its health
+FRONT_CALLS = 8  # that Ray makes: its callers come over HTTP and gRPC
 LOGGING = {"encoding": "JSON", "enable_access_log": True}
 
 
 def build(settings: Settings):
-    """What `serve.run` takes."""
+    """Build the application for `serve.run`."""
     manifest = Manifest.read(settings.export_dir)
     settings = with_scales(settings, list(manifest.components))
     models = {
-        name: serve.deployment(Model, name=name)
+        name: serve.deployment(ModelReplica, name=name)
         .options(**_options(settings.scales[name], MODEL_CALLS))
         .bind(
             settings.export_dir,
@@ -34,6 +30,7 @@ def build(settings: Settings):
             settings.jit_compile,
             settings.compile_cache,
             settings.warm_up_all,
+            settings.keep_old,
         )
         for name in manifest.components
     }
@@ -44,11 +41,17 @@ def build(settings: Settings):
 
 
 def with_scales(settings: Settings, components: list[str]) -> Settings:
-    """A scale for every deployment; the diffusion model, which does the work, reserves a core."""
+    """Complete the scales; the diffusion model, which does most of the work, reserves a core."""
     known = [FRONT, *components]
     if unknown := sorted(settings.scales.keys() - set(known)):
         raise ValueError(
             f"There is no deployment {', '.join(unknown)}. There are {', '.join(known)}."
+        )
+    front = settings.scales.get(FRONT, Scale())
+    if front.least != front.most:
+        raise ValueError(
+            f"{FRONT} has a fixed number of replicas: Ray does not see what its callers send. "
+            f"Received: {front.least}-{front.most}"
         )
     scales = {name: Scale() for name in known}
     scales["diffusion_model"] = Scale(cpus=1.0)

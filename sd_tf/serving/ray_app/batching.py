@@ -1,41 +1,81 @@
-"""Pictures that several callers wait for, put together into batches of the exported size."""
+"""Put the pictures of several callers together into batches of the exported size."""
 
 import asyncio
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from sd_tf.runtime.call import Call
+
+MOST_PREVIEWS_WAITING = 8  # of one call, for a client that does not read
 
 
 class BusyError(Exception):
     """The queue is full; nothing was put into it."""
 
 
+@dataclass(frozen=True)
+class Together:
+    """The values that all pictures of a batch must share."""
+
+    alike: tuple  # see `Call.alike`
+    model_calls: int
+
+
+class Events:
+    """The events of one call, as (name, content). Previews that nobody takes are dropped."""
+
+    def __init__(self):
+        self._queue: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._previews = 0  # that wait to be taken
+
+    @property
+    def takes_previews(self) -> bool:
+        return self._previews < MOST_PREVIEWS_WAITING
+
+    def put(self, name: str, content: Any) -> None:
+        if name == "preview":
+            if not self.takes_previews:
+                return
+            self._previews += 1
+        self._queue.put_nowait((name, content))
+
+    async def get(self) -> tuple[str, Any]:
+        name, content = await self._queue.get()
+        self._previews -= name == "preview"
+        return name, content
+
+
 @dataclass(eq=False)
 class Job:
-    """One picture. What happens to it comes as events (name, content)."""
+    """One picture to draw; its progress is reported as events."""
 
     index: int  # among those of its caller
-    prompt: str
-    seed: int
-    inputs: Mapping[str, Any]  # negative_prompt, image, mask: those that it has
-    together: Hashable  # jobs of one batch have the same
-    events: asyncio.Queue[tuple[str, Any]]
-    every_step: bool = False  # somebody watches
+    call: Call
+    together: Together  # equal for all jobs of a batch
+    events: Events  # of all jobs of its caller
+    every_step: bool = False  # report every step: the caller watches
     previews: int = 0
     wanted: bool = True
 
     def preview_steps(self, calls: int) -> set[int]:
-        """After which model calls: evenly on the way, the last one apart."""
+        """Return the model calls to preview after: evenly spaced, without the last one."""
         count = min(self.previews, calls - 1)
         return {round(calls * k / (count + 1)) for k in range(1, count + 1)}
 
 
 class Batcher:
-    """A bounded queue that gives the oldest job and those that can go with it."""
+    """A bounded queue that returns the oldest job, and the jobs that fit into its batch."""
 
     def __init__(self, size: int, wait: float, limit: int):
-        """`wait`: seconds that an incomplete batch waits for more; `limit`: of waiting jobs."""
+        """Make a queue for batches of `size`.
+
+        Args:
+            size: jobs in a complete batch.
+            wait: seconds that an incomplete batch waits for more jobs.
+            limit: the most jobs that may wait.
+        """
         self.size, self.wait, self.limit = size, wait, limit
         self._waiting: list[Job] = []
         self._changed = asyncio.Condition()
@@ -44,7 +84,7 @@ class Batcher:
         return len(self._waiting)
 
     async def put(self, jobs: Sequence[Job]) -> None:
-        """All of them or none."""
+        """Add all of the jobs, or raise BusyError and add none."""
         async with self._changed:
             if len(self._waiting) + len(jobs) > self.limit:
                 raise BusyError(
@@ -55,13 +95,13 @@ class Batcher:
             self._changed.notify_all()
 
     def drop(self, jobs: Sequence[Job]) -> None:
-        """Nobody waits for these any more."""
+        """Remove jobs that nobody waits for any more, and mark those that are being drawn."""
         for job in jobs:
             job.wanted = False
         self._waiting = [job for job in self._waiting if job.wanted]
 
     async def take(self) -> list[Job]:
-        """The next batch: complete, or as it is when the oldest job has waited long enough."""
+        """Return the next batch once it is complete, or its oldest job has waited long enough."""
         async with self._changed:
             while True:
                 await self._changed.wait_for(lambda: self._waiting)

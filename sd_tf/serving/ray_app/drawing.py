@@ -1,4 +1,4 @@
-"""Batches drawn with the models' replicas, always with the export that is in the folder."""
+"""Draw batches with the models' replicas, and take up a new export in the folder."""
 
 import asyncio
 import base64
@@ -7,23 +7,23 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from sd_tf.chain import Chain, open_export
-from sd_tf.generate import described, png_bytes
-from sd_tf.manifest import ExportError, Manifest
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.png import metadata, png_bytes
+from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Batcher, BusyError, Job
-from sd_tf.serving.ray_app.models import StaleError, export_digest
-from sd_tf.serving.ray_app.remote import LOST, Replicas
+from sd_tf.serving.ray_app.models import StaleError
+from sd_tf.serving.ray_app.remote import LOST, RayRunner
 from sd_tf.serving.ray_app.settings import Settings
-from sd_tf.serving.ray_app.wanted import RefusedError
+from sd_tf.serving.ray_app.takeover import Served, Takeover, TakeoverError, said
 
-STOP_WITHIN = 5  # model calls between two looks whether anybody still waits, where nobody watches
+STOP_WITHIN = 5  # model calls between checks for waiting callers, if none watches
 PING = 10.0  # seconds without an event before a ping
 
 log = logging.getLogger("ray.serve")
@@ -31,24 +31,14 @@ log = logging.getLogger("ray.serve")
 Event = tuple[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Served:
-    """The export that new batches are drawn with."""
-
-    digest: str
-    manifest: Manifest
-    chain: Chain
-
-
 class Drawing:
-    """Made inside the event loop in which the deployments' handles live."""
+    """Draws queued pictures; make it inside the event loop of the deployments' handles."""
 
     def __init__(self, settings: Settings, models: dict[str, Any]):
         self.settings, self.models = settings, models
-        self.folder = Path(settings.export_dir)
         self.loop = asyncio.get_running_loop()
-        self.served = self._open()
-        # One more than there are diffusion models: while one draws, another batch is decoded.
+        self.takeover = Takeover(Path(settings.export_dir), models, self._runner)
+        # One more than the diffusion models, so that a batch is decoded while the next is drawn.
         lanes = settings.scales["diffusion_model"].most + 1
         size = self.served.manifest.batch_size
         self.batcher = Batcher(size, settings.batch_wait, settings.max_queue)
@@ -61,6 +51,11 @@ class Drawing:
         self.tasks = [asyncio.create_task(self._lane()) for _ in range(lanes)]
         if settings.watch:
             self.tasks.append(asyncio.create_task(self._watch()))
+
+    @property
+    def served(self) -> Served:
+        """The export that new batches are drawn with."""
+        return self.takeover.served
 
     def check_health(self) -> None:
         for task in self.tasks:
@@ -76,13 +71,15 @@ class Drawing:
         self.waiting.set(len(self.batcher))
 
     async def follow(self, jobs: list[Job], timeout: float) -> AsyncIterator[Event]:
-        """What becomes of the jobs of one call, until all are there or one failed.
+        """Yield the events of one call's jobs, until all pictures are made or one has failed.
 
-        Closing it, as when the client is gone, takes back what is not drawn yet.
+        Closing the generator, as when the client disconnects, cancels the jobs not drawn yet.
         """
         start, missing, outcome = time.monotonic(), len(jobs), "stopped"
-        calls = jobs[0].together.calls
-        images = [{"index": job.index, "prompt": job.prompt, "seed": job.seed} for job in jobs]
+        calls = jobs[0].together.model_calls
+        images = [
+            {"index": job.index, "prompt": job.call.prompt, "seed": job.call.seed} for job in jobs
+        ]
         try:
             yield "accepted", {"id": uuid.uuid4().hex, "images": images, "calls": calls}
             while missing:
@@ -93,7 +90,7 @@ class Drawing:
                     if left > PING:
                         yield "ping", {}
                         continue
-                    message = "The pictures were not there in time. Give a larger timeout."
+                    message = "The pictures were not ready in time. Give a larger timeout."
                     name, content = "error", {"status": 504, "error": message}
                 if name == "error":
                     outcome = "failed"
@@ -110,40 +107,43 @@ class Drawing:
     # Batches
 
     async def _lane(self) -> None:
-        """Batch after batch."""
+        """Draw one batch after the other, without end."""
         while True:
             jobs = await self.batcher.take()
             self.waiting.set(len(self.batcher))
             self.filled.observe(len(jobs) / self.batcher.size)
             try:
                 await self._draw(jobs)
-            except Exception as error:  # told to who waits for it; the lane goes on
+            except Exception as error:  # reported to the batch's callers; the lane goes on
                 status, message = _explained(error)
                 if status >= 500:
                     log.exception("a batch failed")
                 for job in jobs:
-                    job.events.put_nowait(("error", {"status": status, "error": message}))
+                    job.events.put("error", {"status": status, "error": message})
 
     async def _draw(self, jobs: list[Job]) -> None:
         try:
             await self._draw_with(self.served, jobs)
-        except StaleError:  # exported again meanwhile: with the new one, from the start
-            await self._switch()
+        except StaleError:  # a new export is in place: draw with it from the start
+            await self._take_up()
             await self._draw_with(self.served, jobs)
 
     async def _draw_with(self, served: Served, jobs: list[Job]) -> None:
-        together = jobs[0].together
-        inputs = {name: [job.inputs[name] for job in jobs] for name in together.given}
+        call = Call.joined([job.call for job in jobs])
 
         def send(job: Job, name: str, **content) -> None:
-            event = (name, {"index": job.index, **content})
-            self.loop.call_soon_threadsafe(job.events.put_nowait, event)
+            content = {"index": job.index, **content}
+            self.loop.call_soon_threadsafe(job.events.put, name, content)
 
         def on_the_way(done: int, calls: int, latents: np.ndarray) -> bool:
             watched = [(i, job) for i, job in enumerate(jobs) if job.every_step and job.wanted]
             for _, job in watched:
                 send(job, "progress", done=done, calls=calls)
-            due = [(i, job) for i, job in watched if done in job.preview_steps(calls)]
+            due = [
+                (i, job)
+                for i, job in watched
+                if done in job.preview_steps(calls) and job.events.takes_previews
+            ]
             if due:
                 pictures = served.chain.decode(latents)
                 for i, job in due:
@@ -151,64 +151,49 @@ class Drawing:
             return any(job.wanted for job in jobs)
 
         def draw() -> None:
+            every_step = any(job.every_step for job in jobs)
             result = served.chain(
-                [job.prompt for job in jobs],
-                seed=[job.seed for job in jobs],
+                **call.given(),
                 callback=on_the_way,
-                callback_every=1 if any(job.every_step for job in jobs) else STOP_WITHIN,
-                **inputs,
-                **together.parameters,
+                callback_every=1 if every_step else STOP_WITHIN,
             )
             for stage, seconds in result.timings.items():
                 self.seconds.observe(seconds, {"stage": stage})
-            for job, image in zip(jobs, result.images, strict=True):
-                told = {"prompt": job.prompt, **together.parameters, "seed": job.seed}
-                if "negative_prompt" in together.given:
-                    told["negative_prompt"] = job.inputs["negative_prompt"]
-                pictures = sorted(together.given & {"image", "mask"})
-                png = _encoded(png_bytes(image, described(served.manifest, pictures, **told)))
-                send(job, "image", seed=job.seed, png=png, parameters=told)
+            for job, made, image in zip(jobs, result.each, result.images, strict=True):
+                png = _encoded(png_bytes(image, metadata(made, served.manifest)))
+                send(job, "image", seed=made.seed, png=png, parameters=made.described())
 
         await self.loop.run_in_executor(self.pool, draw)
 
     # The export
 
-    def _open(self) -> Served:
-        digest = export_digest(self.folder)
-        manifest, tokenizers = open_export(self.folder)
-        replicas = Replicas(manifest, self.settings.jit_compile, self.models, digest, self.loop)
-        return Served(digest, manifest, Chain(manifest, [replicas], tokenizers, 0.0))
+    def _runner(self, manifest: Manifest, digest: str) -> RayRunner:
+        return RayRunner(manifest, self.settings.jit_compile, self.models, digest, self.loop)
+
+    async def _take_up(self) -> None:
+        await self.takeover.change()
+        self.batcher.size = self.served.manifest.batch_size
 
     async def _watch(self) -> None:
-        """Take up a new export in the folder, without a pause for anybody."""
-        said = None
+        """Take up each new export in the folder, without interrupting requests."""
+        logged = None
         while True:
             await asyncio.sleep(self.settings.watch)
             try:
-                if export_digest(self.folder) != self.served.digest:
-                    await self._switch()
-                    log.info("serving the export %s", self.served.digest)
-                said = None
-            except Exception as error:  # half copied, or broken: what is loaded goes on
-                if repr(error) != said:
-                    log.warning("%s is not taken up: %r", self.folder, error)
-                    said = repr(error)
-
-    async def _switch(self) -> None:
-        """First the models everywhere, then who calls them."""
-        served = self._open()
-        for handle in self.models.values():
-            digests = await handle.broadcast("load").results_async()
-            if set(digests) - {served.digest}:
-                raise ExportError(f"{self.folder} changed again while it was loaded.")
-        self.served = served
-        self.batcher.size = served.manifest.batch_size
+                await self._take_up()
+                logged = None
+            except TakeoverError as error:
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning(logged)
 
 
 def _explained(error: Exception) -> tuple[int, str]:
-    """HTTP's status, and what a client is told."""
+    """Return the HTTP status and the message for a client."""
     if isinstance(error, LOST):
-        return 503, "The models are not there at the moment. Try again later."
+        return 503, "The models cannot be reached at the moment. Try again later."
+    if isinstance(error, StaleError | TakeoverError | ExportError):
+        return 503, said(error)
     return (400 if isinstance(error, ValueError) else 500), str(error)
 
 

@@ -1,19 +1,28 @@
-"""The front's side of HTTP: headers, errors, bodies, event streams, the page's files."""
+"""HTTP for the front: the guard, headers, errors, bodies, event streams, and the page's files."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import Headers
 
-from sd_tf.serving.ray_app.wanted import RefusedError
+import sd_tf
+from sd_tf.serving.errors import RefusedError
+from sd_tf.serving.ray_app.access import Access
 
 WEB = Path(__file__).parent.parent / "web"
-RETRY_AFTER = 2  # seconds, told to who is refused
-BODY_WITHIN = 60.0  # seconds that a client may take to send what it wants
+RETRY_AFTER = 2  # seconds, sent to clients that are refused
+DISCARD_WITHIN = 10.0  # seconds that the rest of a refused body may take
+BODY_WITHIN = 60.0  # seconds that a client may take to send a body
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -23,38 +32,109 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
+log = logging.getLogger("ray.serve")
 
-def make_app() -> FastAPI:
-    app = FastAPI(title="sd_tf", docs_url=None, redoc_url=None, openapi_url=None)
+
+def make_app(access: Access) -> FastAPI:
+    app = FastAPI(
+        title="sd_tf",
+        version=sd_tf.__version__,
+        description="Pictures from prompts. TensorFlow Serving's API is below /v1/models.",
+        docs_url=None,  # FastAPI's page loads scripts from elsewhere; `docs.html` replaces it
+        redoc_url=None,
+    )
     app.mount("/static", StaticFiles(directory=WEB))
-    app.add_middleware(Headers)
-    app.add_exception_handler(RefusedError, _refused)
+    app.add_middleware(Guard, access=access)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=access.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type"],
+        expose_headers=["retry-after"],
+    )
+    app.add_middleware(Answers)
+    app.add_exception_handler(RefusedError, refused)
     return app
 
 
-class Headers:
-    """Adds ours to every answer. Plain ASGI, so that a client's leaving reaches the stream."""
+class Guard:
+    """Answers requests that are not let in, before anything else sees them."""
+
+    def __init__(self, app, access: Access):
+        self.app, self.access = app, access
+
+    async def __call__(self, scope, receive, send):
+        app = self.app
+        try:
+            self.access.check(scope["method"], scope["path"], Headers(scope=scope))
+        except RefusedError as error:
+            app = await refused(Request(scope), error)
+        await app(scope, receive, send)
+
+
+class Answers:
+    """Adds HEADERS to every answer, logs it, and sees that a client gets it while it still sends.
+
+    Closing a connection on a body that is not read yet would discard the answer.
+    """
 
     def __init__(self, app):
         self.app = app
 
     async def __call__(self, scope, receive, send):
-        async def send_with_headers(message):
+        start, is_read = time.monotonic(), False
+
+        async def receive_on():
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body", False)
+            return message
+
+        async def discard():
+            while not is_read:
+                await receive_on()
+
+        async def send_on(message):
             if message["type"] == "http.response.start":
                 added = [(name.lower().encode(), text.encode()) for name, text in HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *added]}
-            await send(message)
+                seconds = time.monotonic() - start
+                line = (scope["method"], scope["path"], message["status"], seconds)
+                log.info("%s %s %d after %.3f s", *line)
+            is_last = message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
+            if not is_last or is_read:
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                await asyncio.wait_for(discard(), DISCARD_WITHIN)
+            await send({"type": "http.response.body"})
 
-        await self.app(scope, receive, send_with_headers)
+        await self.app(scope, receive_on, send_on)
 
 
-async def _refused(request: Request, error: RefusedError) -> JSONResponse:
-    headers = {"Retry-After": str(RETRY_AFTER)} if error.status == 429 else {}
+async def refused(request: Request, error: RefusedError) -> JSONResponse:
+    headers = {}
+    if error.status == 429:
+        headers["Retry-After"] = str(RETRY_AFTER)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse({"error": error.message}, error.status, headers)
 
 
+def body_size(request: Request, most: int) -> int:
+    """Return how many bytes a request's body can have; refuse one that is too long."""
+    is_open = "transfer-encoding" in request.headers  # the length shows at the end only
+    size = most if is_open else int(request.headers.get("content-length", 0))
+    if size > most:
+        raise RefusedError(413, f"The body is longer than {most} bytes.")
+    return size
+
+
 async def read_body(request: Request, most: int, within: float = BODY_WITHIN) -> bytes:
-    """All of it, unless it is longer than allowed, or does not come."""
+    """Read a request's whole body; refuse one that is too long or too slow."""
     parts, size = [], 0
     try:
         async with asyncio.timeout(within):
@@ -64,12 +144,31 @@ async def read_body(request: Request, most: int, within: float = BODY_WITHIN) ->
                     raise RefusedError(413, f"The body is longer than {most} bytes.")
                 parts.append(part)
     except TimeoutError as error:
-        raise RefusedError(408, f"The body was not there within {within:g} seconds.") from error
+        raise RefusedError(408, f"The body was not received in {within:g} seconds.") from error
     return b"".join(parts)
 
 
+async def unless_gone(request: Request, work: Coroutine) -> Any:
+    """Return the work's result; cancel it if the client closes the connection."""
+    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise RefusedError(499, "The client closed the connection.")
+        return work.result()
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client of a request, whose body was read, has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def event_lines(events) -> AsyncIterator[str]:
-    """(name, content) as server-sent events."""
+    """Write events (name, content) as server-sent events."""
     try:
         async for name, content in events:
             yield ": ping\n\n" if name == "ping" else _lines(name, content)

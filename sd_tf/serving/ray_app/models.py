@@ -1,6 +1,7 @@
-"""One component of an export in a replica: TensorFlow Serving's API and the front's own calls."""
+"""A replica that serves one component of an export, to the front and TensorFlow Serving's API."""
 
 import asyncio
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,19 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from sd_tf.manifest import FILE_NAME, Manifest, file_hash
+from sd_tf.errors import SdTfError
+from sd_tf.runtime.manifest import FILE_NAME, Manifest, file_hash
+from sd_tf.runtime.runner import CALLED
+from sd_tf.serving.devices import see_reserved_gpus
 
-# The signatures that a walk through the models calls; of the other components it is all of them.
-WALKED = {"diffusion_model": ("noise", "begin", "begin_image", "segment")}
-KEEP_OLD = 60.0  # seconds after a newer export was loaded: runs that were begun with it finish
-
-
-class StaleError(Exception):
-    """The export that a call was begun with is not here any more."""
+LOOP = "diffusion_model"  # has signatures that take long to compile and that only clients call
 
 
-class Model:
-    """Loads the component, compiles what is going to be called, answers."""
+class StaleError(SdTfError):
+    """The export that a call names is not loaded, and is not the one in the folder."""
+
+
+class ModelReplica:
+    """Loads the component, compiles the signatures that will be called, and answers calls.
+
+    Every call names the export that it is for by its digest, so that the calls which make one
+    picture use one export, while another is loaded beside it.
+    """
 
     def __init__(
         self,
@@ -29,102 +35,147 @@ class Model:
         jit_compile: bool,
         compile_cache: str | None,
         warm_up_all: bool,
+        keep_old: float,
     ):
+        see_reserved_gpus()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if compile_cache is not None:
-            from sd_tf.compile_cache import set_compile_cache
+            from sd_tf.runtime.compile_cache import set_compile_cache
 
             set_compile_cache(compile_cache)
         self.folder, self.component = Path(export_dir), component
-        self.jit_compile, self.warm_up_all = jit_compile, warm_up_all
-        self._servers: dict[str, Any] = {}  # digest of an export → its ModelServer, newest last
+        self.jit_compile, self.warm_up_all, self.keep_old = jit_compile, warm_up_all, keep_old
+        self._loaded: dict[str, Any] = {}  # digest of an export → its Servable
+        self._releases: dict[str, asyncio.TimerHandle] = {}  # of exports that are served no more
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1)  # a device does one thing at a time
-        self._background: set[asyncio.Task] = set()
-        self._load()
+        digest = export_digest(self.folder)
+        self._loaded[digest] = self._load(digest)
 
-    async def load(self) -> str:
-        """Take up the export that is in the folder now; its digest."""
+    async def load(self, digest: str) -> None:
+        """Load and warm up the export with this digest, beside those that are served."""
         async with self._loading:
-            digest, old = export_digest(self.folder), list(self._servers)
-            if digest in self._servers:
-                self._servers[digest] = self._servers.pop(digest)  # the newest again
-            else:  # in a thread of its own: what is served goes on meanwhile
-                digest = await asyncio.to_thread(self._load)
-                task = asyncio.create_task(self._forget(old))
-                self._background.add(task)
-                task.add_done_callback(self._background.discard)
-            return digest
+            self._stay(digest)
+            if digest not in self._loaded:  # in a thread of its own, so that calls go on
+                self._loaded[digest] = await asyncio.to_thread(self._load, digest)
+
+    async def keep(self, digest: str) -> None:
+        """Release all exports but this one when `keep_old` seconds have passed."""
+        if digest not in self._loaded:
+            return
+        self._stay(digest)
+        loop = asyncio.get_running_loop()
+        for old in self._loaded.keys() - {digest} - self._releases.keys():
+            self._releases[old] = loop.call_later(self.keep_old, self._release, old)
 
     async def run(self, digest: str, signature: str, inputs: dict[str, np.ndarray]):
-        """One signature of that export: arrays in, arrays out."""
-        if digest not in self._servers:
-            await self.load()
-        if digest not in self._servers:
-            raise StaleError(f"{self.component} was exported again.")
-        (servable,) = self._servers[digest].models[self.component].values()
+        """Run one signature of the export with this digest on arrays; return arrays."""
+        await self._need(digest)
+        return await self._run(self._loaded[digest].run, signature, inputs)
 
-        return await self._run(servable.run, signature, inputs)
+    async def answer(self, digest: str, method: str, request: bytes) -> tuple[int, bytes | str]:
+        """Answer a serialized request for a method of `ModelServer`, with gRPC's code.
 
-    async def answer(self, method: str, request: bytes) -> tuple[int, bytes | str]:
-        """A serialized request for a method of `ModelServer`: gRPC's code and the answer."""
-        from sd_tf.serving.predict import serialized
+        A request that names no version is for the export with this digest.
+        """
+        from tensorflow.errors import UNAVAILABLE
 
+        from sd_tf.serving.tf_serving.predict import serialized
+
+        try:
+            server = await self._server(digest)
+        except SdTfError as error:
+            return UNAVAILABLE, str(error)
         call = self._run if method == "predict" else asyncio.to_thread
-        return await call(serialized, self._newest, method, request)
+        return await call(serialized, server, method, request)
 
-    async def rest(self, method: str, path: str, body: bytes) -> tuple[int, str]:
-        from sd_tf.serving.rest import rest
+    async def rest(self, digest: str, method: str, path: str, body: bytes) -> tuple[int, str]:
+        """Answer a request over REST, as `answer` does over gRPC."""
+        from sd_tf.serving.tf_serving.rest import rest
 
+        try:
+            server = await self._server(digest)
+        except SdTfError as error:
+            return 503, json.dumps({"error": str(error)})
         call = self._run if method == "POST" else asyncio.to_thread
-        return await call(rest, self._newest, method, path, body)
+        return await call(rest, server, method, path, body)
 
     async def ready(self) -> str:
         return self.component
 
-    @property
-    def _newest(self):
-        return self._servers[next(reversed(self._servers))]
+    async def _need(self, digest: str) -> None:
+        """Load an export that is served, if this replica was not there when the others did."""
+        if digest not in self._loaded:
+            await self.load(digest)
+            await self.keep(digest)
+
+    async def _server(self, digest: str):
+        from sd_tf.serving.tf_serving.predict import ModelServer
+
+        await self._need(digest)
+        versions = {version_of(known): servable for known, servable in self._loaded.items()}
+        return ModelServer({self.component: versions}, latest=version_of(digest))
 
     async def _run(self, work, *arguments):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    def _load(self) -> str:
-        from sd_tf.compile_cache import publish
-        from sd_tf.serving.predict import ModelServer
+    def _load(self, digest: str):
+        from sd_tf.runtime.compile_cache import publish
+        from sd_tf.serving.tf_serving import predict
 
-        digest = export_digest(self.folder)
-        server = ModelServer(self.folder, [self.component])
-        self._warm_up(server)
+        before = self._state(digest)
+        servable = predict.load(self.folder, [self.component])[self.component]
+        self._warm_up(servable)
         publish()
-        if export_digest(self.folder) != digest:
-            raise StaleError(f"{self.folder} changed while it was loaded.")
-        self._servers = {**self._servers, digest: server}
-        return digest
+        if self._state(digest) != before:
+            raise StaleError(f"{self.folder} was replaced while it was read.")
+        return servable
 
-    def _warm_up(self, server) -> None:
-        """Compile before anybody waits for it."""
+    def _state(self, digest: str) -> tuple[int, ...]:
+        """Return what tells this folder from each that takes its place, even with this export.
+
+        Another export can come and go while files are read, and leave its weights.
+        """
+        if not (self.folder / FILE_NAME).is_file() or export_digest(self.folder) != digest:
+            raise StaleError(f"{self.folder} no longer holds the export that was asked for.")
+        found = self.folder.stat()
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def _warm_up(self, servable) -> None:
+        """Run the signatures once, so that no caller waits for compilation."""
         from sd_tf.serving.tf_serving import warmup
+        from sd_tf.serving.tf_serving.predict import ModelServer
 
-        (servable,) = server.models[self.component].values()
         known = [name for name in servable.signature_defs if servable.signature(name) is not None]
         names = warmup.wanted(sorted(known), self.jit_compile)
-        if not self.warm_up_all and self.component in WALKED:
+        if not self.warm_up_all and self.component == LOOP:
             twins = {name.removeprefix(warmup.signatures.PLAIN): name for name in names}
-            names = [twins[name] for name in WALKED[self.component] if name in twins]
+            names = [twins[name] for name in CALLED[LOOP] if name in twins]
         manifest = Manifest.read(self.folder)
+        server = ModelServer({self.component: {1: servable}})
         for request in warmup.requests(
             servable.signature_defs, names, self.component, self.folder, manifest
         ):
             server.predict(request)
 
-    async def _forget(self, old: list[str]) -> None:
-        await asyncio.sleep(KEEP_OLD)
-        for digest in old:
-            if digest != next(reversed(self._servers)):
-                self._servers.pop(digest, None)
+    def _stay(self, digest: str) -> None:
+        """Do not release the export after all."""
+        if (release := self._releases.pop(digest, None)) is not None:
+            release.cancel()
+
+    def _release(self, digest: str) -> None:
+        del self._releases[digest], self._loaded[digest]
 
 
 def export_digest(folder: Path) -> str:
-    """What tells an export from another one in the same place."""
+    """Return a digest that differs between exports in the same folder."""
     return file_hash(folder / FILE_NAME)
+
+
+def version_of(digest: str) -> int:
+    """Return the version under which TensorFlow Serving's API offers an export.
+
+    It follows from the export alone, so that all replicas agree, and JSON readers that know only
+    double precision keep it exactly.
+    """
+    return int(digest[:13], 16)

@@ -1,34 +1,33 @@
-"""The chain's models as Ray deployments."""
+"""Run models that are Ray deployments."""
 
 import asyncio
-import random
 
 import numpy as np
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from sd_tf.chain import Stages
+from sd_tf.runtime import retry
+from sd_tf.runtime.runner import Runner
 
-ATTEMPTS = 6
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds, before random shortening
+RETRIES = 5
 LOST = (RayActorError, DeploymentUnavailableError)
 
 
 async def ask(handle, method: str, *arguments):
-    """A call of a replica; if it dies, of another one: models keep nothing between two calls."""
-    for attempt in range(ATTEMPTS):
+    """Call a replica; if it dies, call another, as models keep nothing between calls."""
+    pauses = retry.pauses(RETRIES)
+    while True:
         try:
             return await getattr(handle, method).remote(*arguments)
         except LOST:
-            if attempt + 1 == ATTEMPTS:
+            pause = next(pauses, None)
+            if pause is None:
                 raise
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-    raise AssertionError("the last attempt returns or raises")
+        await asyncio.sleep(pause)
 
 
-class Replicas(Stages):
-    """Called from a thread; the deployments' handles live in the event loop."""
+class RayRunner(Runner):
+    """Runs models on Ray. It is called from threads; the handles live in the event loop."""
 
     def __init__(self, manifest, jit_compile: bool, handles, digest: str, loop):
         super().__init__(manifest, jit_compile)

@@ -1,11 +1,13 @@
-"""What the application is told when it starts."""
+"""The settings of the application."""
 
 from dataclasses import dataclass, field
+
+from sd_tf.runtime.call import Call
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Of one deployment: how many replicas, and what each reserves."""
+    """The number of replicas of one deployment, and what each of them reserves."""
 
     least: int = 1
     most: int = 1
@@ -16,6 +18,11 @@ class Scale:
 @dataclass(frozen=True)
 class Settings:
     export_dir: str
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8500
+    allow_origin: tuple[str, ...] = ()  # other sites whose pages may call
+    api_key_hash: bytes | None = field(default=None, repr=False)
     jit_compile: bool = True
     compile_cache: str | None = None
     warm_up_all: bool = False
@@ -23,9 +30,10 @@ class Settings:
     max_queue: int = 64  # pictures that wait in a front, and TensorFlow Serving calls in flight
     batch_wait: float = 0.02  # seconds that an incomplete batch waits for more
     max_count: int = 16  # pictures of one call
-    max_body: int = 64 << 20  # bytes of a TensorFlow Serving call over HTTP
-    num_steps: int = 50
-    guidance_scale: float = 7.5
-    timeout: float = 600.0  # seconds of a call that names none
+    max_body: int = 64  # MiB of a TensorFlow Serving call
+    num_steps: int = Call.num_steps
+    guidance_scale: float = Call.guidance_scale
+    timeout: float = 600.0  # seconds of a call that gives none
     examples: tuple[str, ...] = ()
-    watch: float = 2.0  # seconds between looks at the export folder; 0: never
+    watch: float = 2.0  # seconds between checks for a new export; 0: never
+    keep_old: float = 60.0  # seconds that an export stays loaded after a newer one was taken up

@@ -1,17 +1,17 @@
-"""TensorFlow Serving: a folder to copy to its machine, and a check of such a folder.
+"""TensorFlow Serving: write a folder to copy to the server's machine, and check such a folder.
 
     FOLDER/
-      models/<component>/<version>/   the SavedModels; in assets.extra the warm-up requests,
-                                      and batching_params.pbtxt where the server may batch
-      client/<version>/               pipeline.json and tokenizer: what a client needs
+      models/<component>/<version>/   the SavedModels; warm-up requests in assets.extra, and
+                                      batching_params.pbtxt if the server may batch
+      client/<version>/               pipeline.json and tokenizer, which a client needs
       models.config  monitoring.config  batching.config
       compose.yaml  kubernetes.yaml  README.md
-      serving.json                    what the folder was written with
+      serving.json                    the settings of the folder
 
-`publish` writes it, `check` reads it as the server would. What the server does was read in its
-source; the places are named where a decision rests on them.
+`publish` writes it, and `check` reads it as the server would. Where a decision rests on the
+server's behaviour, the place in its source is named.
 """
 
+from sd_tf.serving.errors import ServingError
 
-class ServingError(ValueError):
-    """A folder that cannot be written or served: the rule, what was received, how to mend it."""
+__all__ = ["ServingError"]

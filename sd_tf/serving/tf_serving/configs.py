@@ -1,4 +1,4 @@
-"""The files that the server reads itself, as protobuf text: models, batching, monitoring."""
+"""Write and read the server's own files, protobuf text: models, batching, monitoring."""
 
 from dataclasses import dataclass, field
 
@@ -15,27 +15,27 @@ from tensorflow_serving.config import model_server_config_pb2
 from sd_tf.serving.tf_serving import ServingError, signatures
 from sd_tf.serving.tf_serving.folder import MOUNTED_MODELS, Settings
 
-STABLE, CANARY = "stable", "canary"
+STABLE, CANARY, PREVIOUS = "stable", "canary", "previous"
 METRICS_PATH = "/monitoring/prometheus/metrics"
-BATCH_TIMEOUT_MICROS = 5000  # what a request of fewer rows than the batch waits for company
+BATCH_TIMEOUT_MICROS = 5000  # longest wait of a request for others to fill its batch
 BATCH_THREADS = 2
-QUEUED_BATCHES = 64  # beyond it the server answers UNAVAILABLE at once
-HEADER = (
-    "# Written by `python -m sd_tf.serving tf_serving`, which keeps the labels it finds here.\n"
-)
+QUEUED_BATCHES = 64  # with more in its queue, the server answers UNAVAILABLE at once
+HEADER = "# Written by `sd-tf serve tf_serving`, which keeps the labels it finds here.\n"
 
 
 # Models and versions
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
+    """A component and the versions of it that the server loads."""
+
     component: str
-    labels: dict[str, int] = field(default_factory=dict)  # label → version, each of them served
+    labels: dict[str, int] = field(default_factory=dict)  # label → version; all are served
 
 
-def models_config(models: list[Model], settings: Settings) -> str:
-    """Only labelled versions are served: every further one would hold its weights in memory."""
+def models_config(models: list[ServedModel], settings: Settings) -> str:
+    """Write models.config. Only labelled versions are served: each takes memory for its weights."""
     config = model_server_config_pb2.ModelServerConfig()
     for model in models:
         entry = config.model_config_list.config.add()
@@ -53,8 +53,8 @@ def read_models_config(text: str) -> model_server_config_pb2.ModelServerConfig:
 
 
 # Batching and monitoring. Their protos are not in the package tensorflow-serving-api, so their
-# fields are restated from session_bundle_config.proto and monitoring_config.proto; their text form
-# knows names and kinds, no numbers.
+# fields are repeated here from session_bundle_config.proto and monitoring_config.proto. The text
+# form has names and kinds only, so the fields' numbers do not matter.
 
 _INTEGER, _TEXT, _BOOL = (f".google.protobuf.{name}Value" for name in ("Int64", "String", "Bool"))
 _MESSAGES = {
@@ -115,7 +115,10 @@ def monitoring_config() -> str:
 
 
 def batching_config() -> str:
-    """With parameters per model, the server takes only the thread pool from the common file."""
+    """Write the common batching file, of which the server uses only the thread pool.
+
+    All else is read from each version's own parameters.
+    """
     return HEADER + (
         "# With --enable_per_model_batching_parameters only the thread pool is read from here;\n"
         "# the rest is each version's batching_params.pbtxt. A model without one is not batched.\n"
@@ -136,11 +139,12 @@ def batching_parameters(batch: int) -> str:
 
 
 def batching_problem(graph) -> str | None:
-    """Why the server cannot batch a model's requests; None where it can.
+    """Say why the server cannot batch a model's requests, or return None if it can.
 
-    The server wraps a model's whole session: every signature of it is batched or none. It joins
-    inputs along dimension 0, refuses scalars and inputs of different rows, and divides the outputs
-    by the rows of the inputs (ComputeTensorBatchSize, SplitOutputTensors in batching_session.cc).
+    The server wraps a model's whole session, so that either all of its signatures are batched or
+    none. It joins inputs along dimension 0, refuses scalars and inputs with different numbers of
+    rows, and splits outputs by the rows of the inputs (ComputeTensorBatchSize, SplitOutputTensors
+    in batching_session.cc).
     """
     sizes = {}
     for name in signatures.names(graph):
@@ -160,7 +164,7 @@ def batching_problem(graph) -> str | None:
 
 
 def fixed_batch(graph) -> int:
-    """Of a model for which there is no `batching_problem`."""
+    """Return the batch size of a model that has no `batching_problem`."""
     tensor = next(iter(graph.signature_def[signatures.names(graph)[0]].inputs.values()))
     return signatures.shape(tensor)[0]
 

@@ -1,17 +1,16 @@
-"""Writing a serving folder, and adding versions to one."""
+"""Write a serving folder, add versions to it, and label them."""
 
-import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from sd_tf.manifest import FILE_NAME, VERSION_FOLDER, Manifest
+from sd_tf.files import atomic
+from sd_tf.runtime.manifest import VERSION_FOLDER, Manifest
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, templates, warmup
-from sd_tf.serving.tf_serving.configs import CANARY, STABLE, Model
+from sd_tf.serving.tf_serving.configs import CANARY, PREVIOUS, STABLE, ServedModel
 from sd_tf.serving.tf_serving.deployment import (
     CONFIG_POLL_SECONDS,
     GRPC_PORT,
@@ -32,25 +31,40 @@ from sd_tf.serving.tf_serving.folder import (
     README,
     SETTINGS,
     Settings,
+    age_problem,
     components,
-    replace_text,
     versions,
 )
 
 
 @dataclass(frozen=True)
 class Labels:
+    """The versions that the labels name."""
+
     stable: int
     canary: int | None
+    previous: int | None  # the stable version before, for clients that still use it
+
+    def numbers(self) -> list[int]:
+        """Return the versions that are served."""
+        return [
+            number for number in (self.stable, self.canary, self.previous) if number is not None
+        ]
 
 
 def publish(
-    export: Path | None, out: Path, version: int, canary: int | None, settings: Settings
+    export: Path | None,
+    out: Path,
+    version: int,
+    canary: int | None,
+    settings: Settings,
+    keep_old: bool = False,
 ) -> Labels:
-    """Add a version to a folder, new or not; without an export, give its versions new labels.
+    """Add a version to a new or existing folder; without an export, label its versions anew.
 
-    The version becomes stable, unless it is the canary: then what was stable stays so. Its
-    SavedModels are complete before anything names them.
+    The version becomes stable. If it is the canary, the stable version remains. Its SavedModels are
+    complete before any file names them. With `keep_old` the version that was stable is served on,
+    labelled previous, until the folder is labelled again.
     """
     settings.check()
     for name, number in (("version", version), ("canary_version", canary)):
@@ -61,13 +75,15 @@ def publish(
     if export is not None:
         manifest = Manifest.read(export)
         manifest.check_files(export)
+        _check_device(manifest, settings)
     there = _complete_versions(out)
     if export is not None and version in there:
         raise ServingError(
             f"{out} has a version {version}, and a server that knows it would not look again. "
-            f"Choose another --version; to label this one anew, leave out --export_dir."
+            f"Choose another `version`; to label this one anew, leave out `export_dir`."
         )
-    labels = _labels(out, version, canary, {*there, version} if export is not None else there)
+    there = {*there, version} if export is not None else there
+    labels = _labels(out, version, canary, there, keep_old)
     if manifest is not None:
         out.mkdir(parents=True, exist_ok=True)
         settings.write(out)
@@ -76,14 +92,27 @@ def publish(
     return labels
 
 
+def _check_device(manifest: Manifest, settings: Settings) -> None:
+    if not settings.xla or (misfit := manifest.misfit(settings.device)) is None:
+        return
+    checkpoint = next(iter(manifest.checkpoint.values()))["name"]
+    raise ServingError(
+        f"{misfit}. Export for a {settings.device}:\n"
+        f"    sd-tf export --checkpoint {checkpoint} --target {settings.device} "
+        f"--batch_size {manifest.batch_size} --height {manifest.height} --width {manifest.width} "
+        f"--precision {manifest.precision} --max_steps {manifest.max_steps} --out FOLDER\n"
+        f"or serve this one by another `device`, or without XLA (--nojit_compile)."
+    )
+
+
 def _check_target(out: Path, settings: Settings, new: bool) -> None:
     if not (out / SETTINGS).is_file():
         if not new:
-            raise ServingError(f"{out} is not a serving folder. Give --export_dir to make one.")
+            raise ServingError(f"{out} is not a serving folder. Give `export_dir` to make one.")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ServingError(
                 f"{out} exists and is not a serving folder, so it is left alone. Choose another "
-                f"--out."
+                f"`out`."
             )
         return
     before = Settings.read(out)
@@ -92,36 +121,38 @@ def _check_target(out: Path, settings: Settings, new: bool) -> None:
         if old != given:
             raise ServingError(
                 f"All versions in a folder share one server: {out} was written with {name} {old}. "
-                f"Received: {given}. Give the same, or another --out."
+                f"Received: {given}. Give the same, or another `out`."
             )
 
 
 def _complete_versions(out: Path) -> set[int]:
-    """The client's part is put in place last."""
+    """Return the versions that were written to their end: the client's part is written last."""
     folder = out / CLIENT
     return {int(path.name) for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-def _labels(out: Path, version: int, canary: int | None, there: set[int]) -> Labels:
+def _labels(out: Path, version: int, canary: int | None, there: set[int], keep_old: bool) -> Labels:
     stable = version
     if canary == version:
         stable = _stable(out)
         if stable is None:
             raise ServingError(
                 f"A canary is tried beside a stable version, and {out} has none. Write the first "
-                f"version without --canary_version."
+                f"version without a canary."
             )
         if stable == canary:
             raise ServingError(
                 f"Version {canary} is the stable one. Make another one stable first: leave out "
-                f"--export_dir, and give its --version."
+                f"`export_dir`, and give its `version`."
             )
-    for number in (stable, canary):
-        if number is not None and number not in there:
+    before = _stable(out) if keep_old else None
+    labels = Labels(stable, canary, before if before in there - {stable, canary} else None)
+    for number in labels.numbers():
+        if number not in there:
             raise ServingError(
                 f"{out} has no version {number}. It has {', '.join(map(str, sorted(there)))}."
             )
-    return Labels(stable, canary)
+    return labels
 
 
 def _stable(out: Path) -> int | None:
@@ -132,17 +163,24 @@ def _stable(out: Path) -> int | None:
         config = configs.read_models_config(path.read_text(encoding="utf-8"))
     except ServingError as error:
         raise ServingError(
-            f"{path}: {error}. Label anew: leave out --export_dir, and give --version."
+            f"{path}: {error}. Label anew: leave out `export_dir`, and give `version`."
         ) from error
     found = {model.version_labels.get(STABLE) for model in config.model_config_list.config}
     return max(found - {None, 0}, default=None)
+
+
+def image_problem(out: Path, labels: Labels, settings: Settings) -> str | None:
+    """Say that the server's image is older than what exported a served version, or return None."""
+    manifests = [Manifest.read(out / CLIENT / str(number)) for number in labels.numbers()]
+    return age_problem(settings.image_tag, [one.versions["tensorflow"] for one in manifests])
 
 
 # A version's files
 
 
 def _add_version(export: Path, out: Path, version: int, manifest: Manifest, settings: Settings):
-    with _staging(out) as folder:
+    with tempfile.TemporaryDirectory(prefix=".staging-", dir=out) as name:
+        folder = Path(name)
         for component in manifest.components:
             target = folder / MODELS / component
             _link(export / component / VERSION_FOLDER, target)
@@ -156,7 +194,7 @@ def _add_version(export: Path, out: Path, version: int, manifest: Manifest, sett
                 (target / BATCHING_PARAMETERS).write_text(text, encoding="utf-8")
         client = folder / CLIENT
         client.mkdir()
-        shutil.copy2(export / FILE_NAME, client)
+        manifest.write(client)
         for place in manifest.tokenizers.values():
             shutil.copytree(export / place, client / place, dirs_exist_ok=True)
 
@@ -166,22 +204,13 @@ def _add_version(export: Path, out: Path, version: int, manifest: Manifest, sett
         ]
         for source, target in [*moves, (client, out / CLIENT / str(version))]:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if target.exists():  # of a run that did not end
+            if target.exists():  # from a run that was interrupted
                 shutil.rmtree(target)
             os.rename(source, target)
 
 
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=".staging-", dir=out))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _link(source: Path, target: Path) -> None:
-    """The same files under another name where the file system can, else copies."""
+    """Link a folder's files to another place if the file system allows it, else copy them."""
 
     def link(one, other):
         try:
@@ -192,21 +221,29 @@ def _link(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=link)
 
 
-# What the server is told
+# Configuration
 
 
 def write_configs(out: Path, labels: Labels, settings: Settings) -> None:
-    """Everything beside the models, from what lies in the folder. models.config comes last."""
+    """Write everything beside the models, from what lies in the folder.
+
+    Each file is replaced in one step, models.config last: a server that reads it again meanwhile
+    sees the old or the new one.
+    """
     models = []
     for component in components(out):
         there = versions(out, component)
         given = {
             label: number
-            for label, number in ((STABLE, labels.stable), (CANARY, labels.canary))
+            for label, number in (
+                (STABLE, labels.stable),
+                (CANARY, labels.canary),
+                (PREVIOUS, labels.previous),
+            )
             if number in there
         }
         if given:
-            models.append(Model(component, given))
+            models.append(ServedModel(component, given))
     served = [
         out / MODELS / model.component / str(version)
         for model in models
@@ -219,18 +256,18 @@ def write_configs(out: Path, labels: Labels, settings: Settings) -> None:
         weights=sum(map(weights, served)),
     )
     settings.write(out)
-    replace_text(out / MONITORING_CONFIG, configs.monitoring_config())
+    atomic.write(out / MONITORING_CONFIG, configs.monitoring_config())
     if deployment.batching:
-        replace_text(out / BATCHING_CONFIG, configs.batching_config())
+        atomic.write(out / BATCHING_CONFIG, configs.batching_config())
     else:
         (out / BATCHING_CONFIG).unlink(missing_ok=True)
-    replace_text(out / COMPOSE, deployment.compose())
-    replace_text(out / KUBERNETES, deployment.kubernetes())
-    replace_text(out / README, _readme(out, models, labels, deployment))
-    replace_text(out / MODELS_CONFIG, configs.models_config(models, settings))
+    atomic.write(out / COMPOSE, deployment.compose())
+    atomic.write(out / KUBERNETES, deployment.kubernetes())
+    atomic.write(out / README, _readme(out, models, labels, deployment))
+    atomic.write(out / MODELS_CONFIG, configs.models_config(models, settings))
 
 
-def _readme(out: Path, models: list[Model], labels: Labels, deployment: Deployment) -> str:
+def _readme(out: Path, models: list[ServedModel], labels: Labels, deployment: Deployment) -> str:
     settings = deployment.settings
     manifest = Manifest.read(out / CLIENT / str(labels.stable))
     rows, batched = [], []
@@ -246,6 +283,7 @@ def _readme(out: Path, models: list[Model], labels: Labels, deployment: Deployme
         rows.append(f"| {' | '.join(cells)} |")
         if (newest / BATCHING_PARAMETERS).is_file():
             batched.append(f"`{settings.model_name(model.component)}`")
+    problem = image_problem(out, labels, settings)
     batch = manifest.batch_size
     several = {"batched": " and ".join(batched), "batch": batch, "timeout": _BATCH_TIMEOUT}
     return Template(templates.README).substitute(
@@ -256,7 +294,9 @@ def _readme(out: Path, models: list[Model], labels: Labels, deployment: Deployme
             f"Version {labels.stable}: {manifest.family}, {batch} × {manifest.height}×"
             f"{manifest.width} px, {manifest.precision}, up to {manifest.max_steps} steps, "
             f"exported\nby TensorFlow {manifest.versions['tensorflow']}."
+            + (f" Version {labels.previous} is served on." if labels.previous is not None else "")
         ),
+        age="" if problem is None else f"\n**{problem}**\n",
         table="\n".join(rows),
         toolkit=" and NVIDIA's container toolkit" if settings.device == "gpu" else "",
         batch=batch,
@@ -268,6 +308,10 @@ def _readme(out: Path, models: list[Model], labels: Labels, deployment: Deployme
         ),
         name=deployment.name,
         probed=deployment.probed,
+        published=(
+            f"compose.yaml publishes the ports on {settings.host}; Kubernetes' service is\n"
+            f"  reached from inside the cluster."
+        ),
         weights=f"{deployment.weights / 1e9:.1f} GB",
         metrics=configs.METRICS_PATH,
         grpc=GRPC_PORT,

@@ -1,4 +1,4 @@
-"""What a SavedModel's signatures are, read from its protobuf: nothing is loaded or run."""
+"""Read a SavedModel's signatures from its protobuf, without loading or running it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +10,14 @@ from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 from sd_tf.serving.tf_serving import ServingError
 from sd_tf.serving.tf_serving.folder import SAVED_MODEL
 
-PLAIN = "plain_"  # the prefix of a signature that is not compiled, beside one that is
+PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
 SERVE = "serve"
 INTERNAL = "__saved_model_"
 COMPILED = "_XlaMustCompile"
 
 
 def read(folder: Path) -> meta_graph_pb2.MetaGraphDef:
-    """The graph that the server would load."""
+    """Read the graph that the server would load."""
     path = folder / SAVED_MODEL
     content = saved_model_pb2.SavedModel()
     try:
@@ -36,7 +36,7 @@ def names(graph: meta_graph_pb2.MetaGraphDef) -> list[str]:
 
 
 def shape(tensor: meta_graph_pb2.TensorInfo) -> tuple[int, ...] | None:
-    """-1 stands for any size; None where the rank is not known."""
+    """Return a tensor's shape, -1 for any size; None if the rank is unknown."""
     if tensor.tensor_shape.unknown_rank:
         return None
     return tuple(dim.size for dim in tensor.tensor_shape.dim)
@@ -47,14 +47,14 @@ def describe(tensor: meta_graph_pb2.TensorInfo) -> str:
 
 
 def compiled(graph: meta_graph_pb2.MetaGraphDef) -> set[str]:
-    """The signatures that call, somewhere below, a function which XLA has to compile."""
+    """Return the signatures that call, directly or not, a function that XLA must compile."""
     library = {f.signature.name: f for f in graph.graph_def.library.function}
     nodes = {node.name: node for node in graph.graph_def.node}
     known: dict[str, bool] = {}
 
     def compiles(name: str) -> bool:
         if name not in known:
-            known[name] = False  # a function that calls itself adds nothing
+            known[name] = False  # ends a recursion
             function = library.get(name)
             known[name] = function is not None and (
                 function.attr[COMPILED].b or any(map(compiles, _called(function.node_def, library)))
@@ -71,7 +71,7 @@ def compiled(graph: meta_graph_pb2.MetaGraphDef) -> set[str]:
 
 
 def operations(graph: meta_graph_pb2.MetaGraphDef) -> set[str]:
-    """Every kind of op in the graph and its functions, calls of functions apart."""
+    """Return every kind of op in the graph and its functions, except calls of functions."""
     library = graph.graph_def.library.function
     functions = {function.signature.name for function in library}
     found = {node.op for node in graph.graph_def.node}

@@ -1,160 +1,11 @@
-"""The texts of what starts and explains the server, for string.Template."""
-
-COMPOSE = """\
-# docker compose up -d    (from this folder; the first start compiles, see README.md)
-services:
-  tf_serving:
-    image: $image
-    command:
-$flags\
-$environment\
-    ports:
-      - "$grpc:$grpc" # gRPC
-      - "$rest:$rest" # REST, and metrics
-    volumes:
-      - ./$models:$mounted_models:ro
-      - .:$mounted:ro # as a folder: a file mounted alone would not follow its replacement
-$cache\
-    # The ports open once every model is loaded and warmed up. The image has bash, but no curl.
-    healthcheck:
-      test:
-        - CMD
-        - bash
-        - -c
-        - >-
-          exec 3<>/dev/tcp/127.0.0.1/$rest &&
-          printf 'GET /v1/models/$probed HTTP/1.0\\r\\n\\r\\n' >&3 &&
-          grep -q AVAILABLE <&3
-      interval: 15s
-      timeout: 10s
-      retries: 4
-      start_period: ${minutes}m
-    restart: unless-stopped
-$device\
-$volumes\
-"""
-
-COMPOSE_GPU = """\
-    deploy:
-      resources:
-        reservations:
-          devices:
-            - driver: nvidia
-              count: 1
-              capabilities: [gpu]
-"""
-
-KUBERNETES = """\
-# kubectl apply -f kubernetes.yaml
-#
-# The models lie in a volume, not in the image: they are gigabytes, and a new version is a copy of
-# files and a new models.config, which the server reads again by itself, not a new image. Copy this
-# whole folder to the volume's root.
-apiVersion: v1
-kind: PersistentVolumeClaim
-metadata:
-  name: $name-folder
-spec:
-  # For more than one node. Where no storage class of yours offers it: ReadWriteOnce, one node.
-  accessModes: [ReadWriteMany]
-  resources:
-    requests:
-      storage: ${storage}Gi
----
-apiVersion: apps/v1
-kind: Deployment
-metadata:
-  name: $name
-  labels: { app: $name }
-spec:
-  replicas: 1
-  selector:
-    matchLabels: { app: $name }
-  strategy:
-    type: RollingUpdate
-    # The new pod first. Without room for it (a free GPU): maxSurge 0 and maxUnavailable 1.
-    rollingUpdate: { maxSurge: 1, maxUnavailable: 0 }
-  template:
-    metadata:
-      labels: { app: $name }
-      annotations:
-        prometheus.io/scrape: "true"
-        prometheus.io/port: "$rest"
-        prometheus.io/path: $metrics
-    spec:
-      terminationGracePeriodSeconds: 120 # for requests under way
-      containers:
-        - name: tf-serving
-          image: $image
-          args:
-$flags\
-$environment\
-          ports:
-            - { name: grpc, containerPort: $grpc }
-            - { name: rest, containerPort: $rest }
-          # The ports open once every model is loaded and warmed up, so that health is readiness.
-          # (gRPC probes: Kubernetes 1.24 and later.)
-          startupProbe:
-            grpc: { port: $grpc }
-            periodSeconds: 10
-            failureThreshold: $failures
-          readinessProbe:
-            grpc: { port: $grpc }
-            periodSeconds: 5
-            timeoutSeconds: 5
-          livenessProbe:
-            grpc: { port: $grpc }
-            periodSeconds: 20
-            timeoutSeconds: 10
-            failureThreshold: 6
-          resources:
-            requests:
-              cpu: "$cpus"
-              memory: ${memory}Gi
-            limits:
-$gpu\
-              memory: ${memory}Gi
-          securityContext:
-            allowPrivilegeEscalation: false
-          volumeMounts:
-            - { name: folder, mountPath: $mounted, readOnly: true }
-            - { name: folder, mountPath: $mounted_models, subPath: $models, readOnly: true }
-$cache\
-      volumes:
-        - name: folder
-          persistentVolumeClaim: { claimName: $name-folder }
-$cache_volume\
----
-apiVersion: v1
-kind: Service
-metadata:
-  name: $name
-  labels: { app: $name }
-spec:
-  selector: { app: $name }
-  # gRPC keeps its connections: with several replicas, balance in the client or in a mesh.
-  ports:
-    - { name: grpc, port: $grpc, targetPort: grpc }
-    - { name: rest, port: $rest, targetPort: rest }
-"""
-
-KUBERNETES_CACHE_MOUNT = """\
-            - { name: xla-cache, mountPath: /var/cache/xla }
-"""
-
-KUBERNETES_CACHE_VOLUME = """\
-        # Survives a container's restart. A claim of your own in its place survives the pod; its
-        # nodes then have to be of one kind, as nothing checks what was compiled for another.
-        - name: xla-cache
-          emptyDir: {}
-"""
+"""The texts of the folder's README, for string.Template."""
 
 README = """\
 # $title
 
 Written by sd_tf $sd_tf for $image.
 $summary
-
+$age
 | model | stable | canary | signatures |
 |---|---|---|---|
 $table
@@ -170,7 +21,7 @@ Copy the folder as it is to the machine with Docker$toolkit, then:
 On Kubernetes: `kubectl apply -f kubernetes.yaml`, and copy the folder to the root of the claim
 `$name-folder` through any pod that mounts it (`kubectl cp . POD:/folder`). `client/` can stay out.
 
-Before it: `python -m sd_tf.serving tf_serving --check FOLDER` reads the folder as the server
+Before it: `sd-tf serve tf_serving --check FOLDER` reads the folder as the server
 does, and lists what would fail.
 
 ## Call
@@ -207,9 +58,15 @@ $batching
 The server serves the versions that have a label, and reads `models.config` again every
 $poll seconds. Beside a running server:
 
-    python -m sd_tf.serving tf_serving --export_dir EXPORT --out FOLDER \\
+    sd-tf serve tf_serving --export_dir EXPORT --out FOLDER \\
         --version 2 --canary_version 2                                   # 2 beside the stable one
-    python -m sd_tf.serving tf_serving --out FOLDER --version 2          # 2 becomes stable
+    sd-tf serve tf_serving --out FOLDER --version 2 --keep_old    # 2 becomes stable, 1 is kept
+    sd-tf serve tf_serving --out FOLDER --version 2               # later: 1 is let go
+
+A picture is several calls, and every model changes its version for itself: name the version by its
+number in all calls of a picture, which is the same for all models. Status and metadata tell it.
+sd_tf's client does so. `--keep_old` keeps the version that was stable, labelled previous, for the
+pictures that are being made with it.
 
 Copy `models/` first, `models.config` last. A second version is a second set of weights in memory,
 and its warm-up competes with the requests to the first. The way back is `--version 1`.
@@ -223,7 +80,10 @@ and its warm-up competes with the requests to the first. The way back is `--vers
   itself: CPU load says little about a GPU, so take one of the server's metrics
   (`:tensorflow:serving:request_latency`).
 - $weights of weights are served now, and a picture's own memory comes on top.
-- There is no authentication and no TLS: keep the ports inside, or set `--ssl_config_file`.
+- There is no authentication and no TLS. $published Set
+  `--ssl_config_file`, or put a proxy in front that has both.
+- The server is neither root nor able to write outside its caches. It reads this folder as a user
+  of its own, so the files have to be readable for everyone.
 """
 
 PLAIN = """\

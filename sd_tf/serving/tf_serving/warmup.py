@@ -1,10 +1,10 @@
-"""The requests that the server runs on a version before it answers for it.
+"""Warm-up requests, which the server runs on a version before it serves it.
 
 Each compiled signature compiles when it is first called. Recorded requests, one for each signature
-(and for each count of prompts that the text encoder takes), move that to the start of the server.
-Only dtypes and shapes matter for it, so nothing is run to make them: the tokens are those of a real
-prompt, scalars are those of a real call of one step, and what another component would have computed
-(contexts, latents, pictures) is random of the right shape.
+(and for each number of prompts that the text encoder takes), move that to the start of the server.
+Only dtypes and shapes matter, so no model is run to make them: tokens are those of a real prompt,
+scalars are those of a real call of one step, and other components' outputs (contexts, latents,
+pictures) are random numbers of the right shape.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,10 +15,10 @@ import tensorflow as tf
 from google.protobuf.message import DecodeError
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
-from sd_tf.manifest import Manifest
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.tf_serving import ServingError, signatures
 from sd_tf.serving.tf_serving.folder import WARM_UP
-from sd_tf.tokenizer import ClipTokenizer
+from sd_tf.tokenizer.clip import ClipTokenizer
 
 PROMPT = "a lighthouse on a cliff above the sea at sunset, oil painting"
 GUIDANCE = 7.5
@@ -30,7 +30,7 @@ def write(folder: Path, component: str, model: str, export: Path, manifest: Mani
     graph = signatures.read(folder)
     path = folder / WARM_UP
     path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)  # the export's own, if it has one, is the same file
+    path.unlink(missing_ok=True)  # it may be a link to the export's own file
     names = wanted(signatures.names(graph), xla)
     with tf.io.TFRecordWriter(str(path)) as writer:
         for request in requests(graph.signature_def, names, component, export, manifest):
@@ -44,7 +44,7 @@ def write(folder: Path, component: str, model: str, export: Path, manifest: Mani
 def requests(
     signature_defs, names: Iterable[str], component: str, export: Path, manifest: Manifest
 ) -> Iterator[predict_pb2.PredictRequest]:
-    """One for each named signature and each count of prompts that it takes."""
+    """Yield a request for each named signature and each number of prompts that it takes."""
     values = Values(export, manifest)
     batch = manifest.batch_size
     counts = sorted({1, batch}) if component == "text_encoder" else [batch]
@@ -61,18 +61,18 @@ def requests(
 
 
 def wanted(names: list[str], xla: bool) -> list[str]:
-    """What clients call: without XLA the plain twins, where there are any."""
+    """Select the signatures that clients call: without XLA, plain twins replace compiled ones."""
     if xla:
         return [name for name in names if not name.startswith(signatures.PLAIN)]
     return [name for name in names if signatures.PLAIN + name not in names]
 
 
 class Values:
-    """An input's name and shape → a value such as a client sends."""
+    """Callable: an input's name and shape → a value such as a client sends."""
 
     def __init__(self, export: Path, manifest: Manifest):
         scheduler = manifest.default_sampler
-        calls = manifest.calls[scheduler]
+        calls = manifest.schedulers[scheduler].calls
         steps = next(n for n, count in enumerate(calls, start=1) if count)  # 1 wherever possible
         ids = [
             ClipTokenizer.from_folder(export / place)([PROMPT])
@@ -86,7 +86,7 @@ class Values:
             "tokens": tokens,
             "negative_tokens": tokens,
             "seed": 0,
-            "scheduler": manifest.samplers.index(scheduler),
+            "scheduler": manifest.scheduler_number(scheduler),
             "num_steps": steps,
             "first": 0,
             "start": 0,
@@ -114,7 +114,7 @@ class Values:
 
 
 def read(path: Path) -> Iterator[predict_pb2.PredictRequest]:
-    """The requests in a file, read as the server reads them."""
+    """Yield the requests in a file, read as the server reads them."""
     try:
         for index, record in enumerate(tf.data.TFRecordDataset(str(path)).as_numpy_iterator()):
             log = prediction_log_pb2.PredictionLog.FromString(record)

@@ -1,4 +1,6 @@
-// The server's three calls. Everything is relative, so that a path prefix needs no word here.
+// Calls of the server. Addresses are relative, so they also work below a path prefix.
+
+import * as key from "./key.js";
 
 export class ServerError extends Error {
   constructor(status, message, retryAfter = null) {
@@ -12,6 +14,11 @@ export class ConnectionLost extends Error {}
 
 export async function about() {
   const response = await reach("about", {});
+  return response.json();
+}
+
+export async function openapi() {
+  const response = await reach("openapi.json", {});
   return response.json();
 }
 
@@ -34,7 +41,8 @@ export async function* generate(request, signal) {
 async function reach(address, options) {
   let response;
   try {
-    response = await fetch(address, options);
+    const headers = { ...options.headers, ...key.headers() };
+    response = await fetch(address, { ...options, headers });
   } catch (error) {
     throw options.signal?.aborted ? error : new ConnectionLost();
   }
@@ -47,7 +55,7 @@ async function refusal(response) {
   try {
     message = (await response.json()).error;
   } catch {
-    // A proxy's page, most likely.
+    // Not JSON: most likely a proxy's page.
   }
   if (typeof message !== "string") message = `HTTP ${response.status} ${response.statusText}`;
   return new ServerError(response.status, message, seconds(response.headers.get("retry-after")));

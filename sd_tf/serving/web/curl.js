@@ -1,5 +1,10 @@
 // A picture's parameters as a command line that makes the same picture again.
 
+import * as key from "./key.js";
+
+// The key itself stays out of the clipboard and the shell's history.
+export const KEY_HEADER = '-H "authorization: Bearer $SD_TF_TOKEN"';
+
 const DECODE = [
   "import base64, json, sys",
   "answer = json.load(sys.stdin)",
@@ -8,7 +13,7 @@ const DECODE = [
     ' for i in answer["images"]]',
 ].join("; ");
 
-// Puts files into the request: its arguments are the rest of it, then name, file, name, file …
+// Puts files into a request; its arguments are the rest of it, then name, file, name, file …
 const ENCODE = [
   "import base64, json, sys",
   "body = json.loads(sys.argv[1])",
@@ -17,7 +22,7 @@ const ENCODE = [
   "print(json.dumps(body))",
 ].join("; ");
 
-// `files`: name → file name, of the pictures that were sent along.
+// Returns the command line; `files` are the names of the pictures that were sent, by field.
 export function curl({ files = {}, ...parameters }) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null);
   const body = quoted(JSON.stringify(Object.fromEntries(given)));
@@ -26,6 +31,7 @@ export function curl({ files = {}, ...parameters }) {
   const send = [
     `curl -sS ${quoted(address)}`,
     "  -H 'content-type: application/json'",
+    ...(key.isKnown() ? [`  ${KEY_HEADER}`] : []),
     `  --data-binary ${sent.length > 0 ? "@-" : body}`,
     `  | python3 -c ${quoted(DECODE)}`,
   ];
@@ -35,5 +41,5 @@ export function curl({ files = {}, ...parameters }) {
     .join(" \\\n");
 }
 
-// Between single quotes a POSIX shell reads everything as it stands, but the single quote.
+// A POSIX shell keeps every character between single quotes, except the single quote itself.
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;

@@ -1,4 +1,4 @@
-// Text and attributes only: nothing that a user or the server says is ever read as markup.
+// Elements are built from text and attributes only, so no text of a user or the server is markup.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -15,7 +15,7 @@ export function facts(entries) {
   );
 }
 
-const SMALL = 256; // pixels; below, each of them is shown as a square
+const SMALL = 256; // pixels; in smaller pictures each pixel is shown as a square
 
 export function picture(url, alt) {
   const image = element("img", { alt, src: url });
@@ -28,7 +28,7 @@ export function sharpenIfSmall(image) {
   image.classList.toggle("small", isSmall);
 }
 
-// Said to screen readers once; the same text again is said again.
+// Announces a text to screen readers, even if it equals the one before.
 export function announce(text) {
   const announcer = byId("announcer");
   announcer.textContent = "";

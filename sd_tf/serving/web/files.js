@@ -1,27 +1,29 @@
-// The pictures that are chosen in the form, as a request carries them.
+// The pictures chosen in the form, as a request carries them.
 
 import { byId } from "./dom.js";
 
-export const NAMES = ["image", "mask"];
 const LARGEST = 12 * 2 ** 20; // bytes: a request has its limit
 
 export const UNREADABLE = `It cannot be read, or is larger than ${LARGEST / 2 ** 20} MB.`;
 
-export function setUp(onChange) {
-  for (const name of NAMES) {
+let known = []; // names of the form's file inputs; the first one's picture is shown
+
+export function setUp(fileNames, onChange) {
+  known = fileNames;
+  if (known.length === 0) return;
+  for (const name of known) {
     byId(name).addEventListener("change", () => changed(name));
   }
   byId("forget").addEventListener("click", () => {
-    for (const name of NAMES) {
+    for (const name of known) {
       byId(name).value = "";
       changed(name);
     }
-    byId("image").focus();
+    byId(known[0]).focus();
   });
-  show(chosen("image")); // it may have been chosen before this was listening
 
   function changed(name) {
-    if (name === "image") show(chosen(name));
+    if (name === known[0]) show(chosen(name));
     onChange(name);
   }
 }
@@ -38,15 +40,15 @@ function show(file) {
   byId("given").hidden = file === null;
 }
 
-// name → base64, of those that are chosen; null where one cannot be read.
+// Returns the chosen pictures in base64, by name; null for one that cannot be read.
 export async function contents() {
-  const read = NAMES.filter(chosen).map(async (name) => [name, await content(chosen(name))]);
+  const read = known.filter(chosen).map(async (name) => [name, await content(chosen(name))]);
   return Object.fromEntries(await Promise.all(read));
 }
 
-// name → file name, of those that are chosen.
+// Returns the file names of the chosen pictures, by name.
 export function names() {
-  return Object.fromEntries(NAMES.filter(chosen).map((name) => [name, chosen(name).name]));
+  return Object.fromEntries(known.filter(chosen).map((name) => [name, chosen(name).name]));
 }
 
 async function content(file) {

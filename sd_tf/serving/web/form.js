@@ -1,69 +1,39 @@
 // The form: what it asks for as a request, what is wrong with it, and a picture's parameters put
-// back into it.
+// back into it. Its fields are those that the server describes.
 
 import { byId, element } from "./dom.js";
+import { build, isFile, isNumber, sentence } from "./fields.js";
 import * as files from "./files.js";
 
-const VALUES = [
-  "prompt", "strength", "image_guidance_scale", "negative_prompt", "num_steps", "guidance_scale",
-  "scheduler", "seed", "count",
-];
-const FIELDS = [...VALUES, ...files.NAMES];
 const TICKS = ["random", "live"];
-// What a picture is for → the fields that it brings, and what the prompt is called.
-const USES = {
-  start: { shown: ["image", "strength"], needed: [], prompt: "Prompt" },
-  edit: { shown: ["image", "image_guidance_scale"], needed: ["image"], prompt: "Instruction" },
-  paint: { shown: ["image", "mask", "strength"], needed: files.NAMES, prompt: "Prompt" },
-};
-const NO_USE = { shown: [], needed: [], prompt: "Prompt" };
-const PLACEHOLDERS = { Prompt: "What the picture shows", Instruction: "What to change" };
+// The prompt's label, by the use of a picture.
+const PROMPTS = { edit: { label: "Instruction", help: "what to change" } };
 const MOST_PREVIEWS = 10;
 const SHOWN_EXAMPLES = 3;
 const KEPT = `sd_tf ${location.pathname} form`;
-const SMALLEST_SEED = -(2 ** 31);
-const LARGEST_SEED = 2 ** 31 - 1;
 const RANDOM_SEEDS = 2 ** 31;
 
 let server = null;
-let use = NO_USE;
+let fields = []; // the server's; the prompt's is on the page from the start
 
 export function setUp(about) {
   server = about;
-  use = USES[about.image] ?? NO_USE;
-  const shown = about.guidance ? ["guidance", ...use.shown] : use.shown;
-  for (const part of document.querySelectorAll("[data-needs]")) {
-    part.hidden = !shown.includes(part.dataset.needs);
-  }
-  document.querySelector("[data-optional=image]").hidden = use.needed.includes("image");
-  byId("prompt-label").textContent = use.prompt;
-  byId("prompt").placeholder = PLACEHOLDERS[use.prompt];
-  files.setUp(clearErrors);
-  byId("scheduler").replaceChildren(
-    ...Object.keys(about.schedulers).map((name) => element("option", { value: name }, name)),
+  fields = about.fields.map((field) =>
+    field.name === "prompt" ? { ...field, ...PROMPTS[about.use_of_picture] } : field,
   );
-  byId("count").max = about.max_count;
-  byId("count-hint").textContent = `1 to ${about.max_count}`;
+  const [prompt, ...others] = fields;
+  byId("prompt-label").textContent = prompt.label;
+  byId("prompt").placeholder = sentence(prompt.help);
+  byId("fields").replaceChildren(...build(others));
+  files.setUp(fields.filter(isFile).map((field) => field.name), clearErrors);
   showExamples(about.examples);
-  fill({
-    ...about.defaults,
-    scheduler: about.default_scheduler,
-    count: 1,
-    ...kept(),
-    ...entered(),
-  });
+  const defaults = values().map((field) => [field.name, field.default]);
+  const entered = byId("prompt").value === "" ? {} : { prompt: byId("prompt").value };
+  fill({ ...Object.fromEntries(defaults), live: byId("live").checked, ...kept(), ...entered });
   listen();
 }
 
-// Before the server had answered.
-function entered() {
-  const written = VALUES.filter((name) => byId(name).value !== "");
-  const ticked = TICKS.filter((name) => byId(name).checked !== byId(name).defaultChecked);
-  return {
-    ...Object.fromEntries(written.map((name) => [name, byId(name).value])),
-    ...Object.fromEntries(ticked.map((name) => [name, byId(name).checked])),
-  };
-}
+const values = () => fields.filter((field) => !isFile(field));
 
 function listen() {
   byId("form").addEventListener("input", (event) => {
@@ -91,7 +61,7 @@ function showMostSteps() {
   byId("num_steps-hint").textContent = `1 to ${most}`;
 }
 
-// A seed that was random becomes editable as the number that it was.
+// Shows the seed's field; a seed that was random becomes editable as its last number.
 function showSeed() {
   const seed = byId("seed");
   const isRandom = byId("random").checked;
@@ -141,102 +111,134 @@ function useExample(text) {
 
 // Reading
 
+// Returns the values that are given, by name; null for a file that cannot be read.
 export async function read() {
-  const number = (name) => byId(name).valueAsNumber;
-  const num_steps = number("num_steps");
+  const given = values().map((field) => [field.name, value(field)]);
   const request = {
-    prompt: byId("prompt").value,
-    num_steps,
-    seed: byId("random").checked ? null : number("seed"),
-    scheduler: byId("scheduler").value,
-    count: number("count"),
-    previews: byId("live").checked ? Math.max(0, Math.min(MOST_PREVIEWS, num_steps - 1)) : 0,
-    timeout: null,
+    ...Object.fromEntries(given.filter(([, value]) => value !== null)),
+    ...(await files.contents()),
   };
-  if (server.guidance) {
-    request.negative_prompt = byId("negative_prompt").value || null;
-    request.guidance_scale = number("guidance_scale");
+  for (const { name, goes_with: other } of fields) {
+    if (other !== null && !(other in request)) delete request[name];
   }
-  Object.assign(request, await files.contents());
-  for (const name of ["strength", "image_guidance_scale"]) {
-    if (use.shown.includes(name) && "image" in request) request[name] = number(name);
-  }
-  return request;
+  const previews = Math.max(0, Math.min(MOST_PREVIEWS, request.num_steps - 1));
+  return { ...request, previews: byId("live").checked ? previews : 0 };
 }
 
+function value(field) {
+  const control = byId(field.name);
+  if (control.disabled) return null; // a random seed
+  if (isNumber(field)) return control.valueAsNumber;
+  return control.value === "" && !field.required ? null : control.value;
+}
+
+// Returns the problems of a request, by name.
 export function problems(request) {
-  const unread = files.NAMES.filter((name) => request[name] === null);
-  const found = Object.fromEntries(unread.map((name) => [name, files.UNREADABLE]));
-  const most = server.schedulers[request.scheduler];
-  const isWhole = (value, least, greatest) =>
-    Number.isInteger(value) && value >= least && value <= greatest;
-  if (request.prompt.trim() === "") {
-    found.prompt = `Say what ${server.image === "edit" ? "to change" : "the picture is to show"}.`;
-  }
-  for (const name of use.needed.filter((name) => !(name in request))) {
-    found[name] = "Choose a file.";
-  }
-  if ("strength" in request && !(request.strength > 0 && request.strength <= 1)) {
-    found.strength = "A number above 0, up to 1.";
-  }
-  if ("image_guidance_scale" in request && !Number.isFinite(request.image_guidance_scale)) {
-    found.image_guidance_scale = "A number, such as 1.5.";
-  }
-  if (!isWhole(request.num_steps, 1, most)) {
-    found.num_steps = `A whole number from 1 to ${most}, with ${request.scheduler}.`;
-  }
-  if ("guidance_scale" in request && !Number.isFinite(request.guidance_scale)) {
-    found.guidance_scale = "A number, such as 4 or 7.5.";
-  }
-  if (request.seed !== null && !isWhole(request.seed, SMALLEST_SEED, LARGEST_SEED)) {
-    found.seed = `A whole number from ${SMALLEST_SEED} to ${LARGEST_SEED}.`;
-  }
-  if (!isWhole(request.count, 1, server.max_count)) {
-    found.count = `A whole number from 1 to ${server.max_count}.`;
-  }
-  return found;
+  const found = fields.map((field) => [field.name, problem(field, request)]);
+  return Object.fromEntries(found.filter(([, text]) => text !== null));
 }
 
-// Problems by field; the first of them gets the focus.
+function problem(field, request) {
+  const value = request[field.name];
+  if (isFile(field)) {
+    if (value === null) return files.UNREADABLE;
+    return field.required && value === undefined ? "Choose a file." : null;
+  }
+  if (value === undefined) return null;
+  if (isNumber(field)) return isRight(field, value) ? null : rule(field);
+  return field.required && value.trim() === "" ? `Say ${field.help}.` : null;
+}
+
+// Some schedulers take fewer steps than the export.
+const most = ({ name, most }) =>
+  name === "num_steps" ? server.schedulers[byId("scheduler").value] : most;
+
+function isRight(field, value) {
+  const { kind, least, above } = field;
+  return (
+    (kind === "number" ? Number.isFinite(value) : Number.isInteger(value)) &&
+    (least === null || value >= least) &&
+    (above === null || value > above) &&
+    (most(field) === null || value <= most(field))
+  );
+}
+
+function rule(field) {
+  const { kind, name, least, above } = field;
+  const noun = kind === "number" ? "A number" : "A whole number";
+  const from = above === null ? ` from ${least} to ` : ` above ${above}, up to `;
+  const why = name === "num_steps" ? `, with ${byId("scheduler").value}` : "";
+  const such = kind === "number" && above === null ? `, such as ${field.default}` : "";
+  return `${noun}${from}${most(field)}${why}${such}.`;
+}
+
+// Shows problems at their fields, and focuses the first.
 export function showProblems(found) {
   clearErrors();
   for (const [name, text] of Object.entries(found)) {
     byId(`${name}-error`).textContent = text;
     byId(name).setAttribute("aria-invalid", "true");
   }
-  const first = FIELDS.find((name) => name in found);
-  if (first !== undefined) byId(first).focus();
+  const first = fields.find(({ name }) => name in found);
+  if (first !== undefined) byId(first.name).focus();
 }
 
-// A refusal of the server's, at the field that it names where it names one.
+// Shows a refusal by the server, at the field that it names if it names one.
 export function showRefusal(text) {
-  const named = FIELDS.find((name) => new RegExp(`\\b${name}\\b`).test(text));
-  showProblems(named === undefined ? {} : { [named]: text });
+  const named = fields.find(({ name }) => new RegExp(`\\b${name}\\b`).test(text));
+  showProblems(named === undefined ? {} : { [named.name]: text });
   if (named !== undefined) return;
   byId("form-notice").hidden = false;
   byId("form-notice").textContent = text;
 }
 
-export function clearErrors(name) {
-  for (const each of name ? [name] : FIELDS) {
-    if (!FIELDS.includes(each)) continue;
-    byId(`${each}-error`).textContent = "";
-    byId(each).removeAttribute("aria-invalid");
+export function clearErrors(only) {
+  for (const { name } of fields.filter(({ name }) => !only || name === only)) {
+    byId(`${name}-error`).textContent = "";
+    byId(name).removeAttribute("aria-invalid");
   }
   byId("form-notice").hidden = true;
 }
 
+// Telling
+
+// Returns a picture's parameters as [label, value] and as one line.
+export function described(parameters) {
+  const told = values().filter(
+    ({ name }) => name !== "prompt" && (parameters[name] ?? null) !== null,
+  );
+  const short = {
+    "whole number": (label, value) => `${value} ${label}`,
+    number: (label, value) => `${label} ${value}`,
+    choice: (label, value) => value,
+    seed: (label, value) => `${label}\u00a0${value}`,
+  };
+  const shown = told.filter(({ kind }) => kind in short);
+  return {
+    facts: told.map(({ name, label }) => [label, String(parameters[name])]),
+    line: shown
+      .map(({ kind, label, name }) => short[kind](label.toLowerCase(), parameters[name]))
+      .join(" · "),
+  };
+}
+
 // Filling
 
-export function fill(values) {
-  for (const name of VALUES) {
-    if (name in values) byId(name).value = values[name] ?? "";
+// Fills in a picture's parameters; texts that it does not have are emptied.
+export function useAgain(parameters) {
+  const texts = values().filter(({ kind }) => kind === "text");
+  const empty = Object.fromEntries(texts.map(({ name }) => [name, ""]));
+  fill({ ...empty, ...parameters, count: 1 });
+}
+
+function fill(given) {
+  for (const { name } of values()) {
+    if (name in given) byId(name).value = given[name] ?? "";
   }
-  if (!(byId("scheduler").value in server.schedulers)) {
-    byId("scheduler").value = server.default_scheduler;
-  }
-  if (typeof values.live === "boolean") byId("live").checked = values.live;
-  byId("random").checked = values.random ?? (values.seed ?? "") === "";
+  const scheduler = fields.find(({ name }) => name === "scheduler");
+  if (!(byId("scheduler").value in server.schedulers)) byId("scheduler").value = scheduler.default;
+  if (typeof given.live === "boolean") byId("live").checked = given.live;
+  byId("random").checked = given.random ?? (given.seed ?? "") === "";
   showSeed();
   showMostSteps();
   for (const slider of document.querySelectorAll("[data-for]")) {
@@ -247,12 +249,12 @@ export function fill(values) {
 }
 
 function keep() {
-  const values = { random: byId("random").checked, live: byId("live").checked };
-  for (const name of VALUES) values[name] = byId(name).value;
+  const ticked = TICKS.map((name) => [name, byId(name).checked]);
+  const written = values().map(({ name }) => [name, byId(name).value]);
   try {
-    sessionStorage.setItem(KEPT, JSON.stringify(values));
+    sessionStorage.setItem(KEPT, JSON.stringify(Object.fromEntries([...ticked, ...written])));
   } catch {
-    // The form is then empty after a reload, no more.
+    // Without storage the form is empty after a reload, which does no harm.
   }
 }
 

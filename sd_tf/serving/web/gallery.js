@@ -8,9 +8,9 @@ import * as viewer from "./viewer.js";
 const WORDS = /[\p{L}\p{N}]+/gu;
 const NAME_LENGTH = 48;
 const COPY = "curl";
-const SAID = 1500; // milliseconds that a button says what it did
+const SAID = 1500; // milliseconds for which a button says what it did
 
-let entries = []; // newest first: {id, png, url, parameters, card}
+let entries = []; // newest first: {id, png, url, parameters, words, card}
 let cleared = [];
 let useAgain = null;
 
@@ -19,34 +19,22 @@ export async function setUp(onUseAgain) {
   byId("clear").addEventListener("click", clear);
   byId("undo").addEventListener("click", undo);
   viewer.setUp({ list: () => entries, actions });
-  for (const { id, png, parameters } of await store.load()) put(entry(png, parameters, id));
+  for (const { id, ...made } of await store.load()) put(entry(made, id));
 }
 
-// A finished picture; returns a button for the stage that enlarges it.
-export function add(png, parameters) {
-  const made = entry(png, parameters, null);
+// Adds a finished picture {png, parameters, words}; words are the parameters as facts and as one
+// line. Returns a button for the stage, which enlarges the picture.
+export function add(picture) {
+  const made = entry(picture, null);
   cleared = [];
   put(made);
-  made.stored = store.add(png, parameters).then((id) => (made.id = id));
+  made.stored = store.add(made).then((id) => (made.id = id));
   return opener(made);
 }
 
-const describe = (parameters) => {
-  const { num_steps, guidance_scale, image_guidance_scale, strength, scheduler, seed } = parameters;
-  return [
-    `${num_steps} steps`,
-    Number.isFinite(guidance_scale) && `guidance ${guidance_scale}`,
-    Number.isFinite(image_guidance_scale) && `picture guidance ${image_guidance_scale}`,
-    Number.isFinite(strength) && `strength ${strength}`,
-    scheduler,
-    `seed\u00a0${seed}`,
-  ]
-    .filter(Boolean)
-    .join(" · ");
-};
-
-function entry(png, parameters, id) {
-  const made = { id, png, parameters, url: URL.createObjectURL(png), stored: Promise.resolve() };
+function entry({ png, parameters, words }, id) {
+  const url = URL.createObjectURL(png);
+  const made = { id, png, parameters, words, url, stored: Promise.resolve() };
   made.card = element(
     "li",
     { class: "card picture-card" },
@@ -55,7 +43,7 @@ function entry(png, parameters, id) {
       "div",
       { class: "words" },
       element("p", { class: "prompt", title: parameters.prompt }, parameters.prompt),
-      element("p", { class: "parameters" }, describe(parameters)),
+      element("p", { class: "parameters" }, words.line),
       element("div", { class: "actions" }, ...actions(made)),
     ),
   );
@@ -134,7 +122,7 @@ async function copied(text) {
   }
 }
 
-// Without https a browser has no clipboard for us, but it still copies what is selected.
+// Without https browsers have no clipboard API, but they still copy the selection.
 function copiedBySelection(text) {
   const focused = document.activeElement;
   const area = element("textarea", { class: "unseen", readonly: "" });
@@ -166,7 +154,7 @@ function undo() {
   for (const made of back) {
     put(made);
     made.stored = made.stored
-      .then(() => store.add(made.png, made.parameters))
+      .then(() => store.add(made))
       .then((id) => (made.id = id));
   }
   announce("The pictures are back.");

@@ -1,4 +1,4 @@
-// What went wrong with a run, and the way to try once more.
+// Tells what went wrong with a run, and offers to try again.
 
 import { byId } from "./dom.js";
 

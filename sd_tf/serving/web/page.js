@@ -5,10 +5,12 @@ import { announce, byId, facts } from "./dom.js";
 import { names as fileNames } from "./files.js";
 import * as form from "./form.js";
 import * as gallery from "./gallery.js";
+import * as key from "./key.js";
 import * as notice from "./notice.js";
 import * as stage from "./stage.js";
 
 const BESIDE_THE_FORM = [400, 413, 422];
+const NEEDS_KEY = 401;
 const BUSY = 429;
 const BUSY_WAIT = 5; // seconds, when the server does not say
 const FAMILIES = {
@@ -21,7 +23,7 @@ const FAMILIES = {
 };
 
 let isReady = false;
-let isReading = false; // of the form, with the files that are chosen in it
+let isReading = false; // whether the form and its files are being read
 let sent = {}; // names of the files that went with the run
 let running = null; // the AbortController of the run that is going on
 
@@ -33,6 +35,11 @@ async function connect() {
   try {
     about = await api.about();
   } catch (error) {
+    if (error.status === NEEDS_KEY) {
+      byId("model").textContent = "This server asks for a key.";
+      key.ask(connect);
+      return;
+    }
     byId("model").textContent = "The server does not answer.";
     notice.show(sentence(error), { again: connect });
     return;
@@ -47,7 +54,12 @@ function showModel({ family, width, height, checkpoint, export: digest }) {
   const name = FAMILIES[family] ?? family;
   byId("model").textContent = `${name} · ${width}×${height} px`;
   byId("stage").style.setProperty("--shape", `${width} / ${height}`);
-  const values = Object.entries({ family, ...checkpoint, export: digest ?? null });
+  const parts = Object.values(checkpoint);
+  const named = [...new Set(parts.map((part) => `${part.name} (${part.format})`))].join(", ");
+  const sha256 = Object.fromEntries(
+    Object.entries(checkpoint).map(([component, part]) => [component, part.sha256]),
+  );
+  const values = Object.entries({ family, checkpoint: named, sha256, export: digest ?? null });
   byId("facts").replaceChildren(
     ...facts(
       values.map(([key, value]) => [
@@ -97,7 +109,8 @@ function show(name, data) {
   if (name === "preview") stage.preview(data.index, data.png);
   if (name === "image") {
     const parameters = { ...data.parameters, files: sent };
-    stage.finished(data.index, gallery.add(decoded(data.png), parameters));
+    const words = form.described(data.parameters);
+    stage.finished(data.index, gallery.add({ png: decoded(data.png), parameters, words }));
   }
   if (name === "done") stage.end(`Done in ${data.seconds.toFixed(1)} s`);
 }
@@ -110,6 +123,11 @@ function decoded(base64) {
 function ended(error, request) {
   if (running.signal.aborted) {
     stage.end("Stopped");
+    return;
+  }
+  if (error.status === NEEDS_KEY) {
+    stage.reset();
+    key.ask(() => run(request));
     return;
   }
   if (BESIDE_THE_FORM.includes(error.status)) {
@@ -140,7 +158,7 @@ function stop() {
 }
 
 function useAgain(parameters) {
-  form.fill({ negative_prompt: null, ...parameters, count: 1 });
+  form.useAgain(parameters);
   byId("prompt").focus({ preventScroll: true });
   byId("form").scrollIntoView({ block: "nearest" });
   announce("The parameters are in the form.");

@@ -2,7 +2,7 @@
 
 import { announce, byId, counted, element, picture } from "./dom.js";
 
-const QUARTERS = 4; // how often a screen reader hears of it
+const QUARTERS = 4; // how often screen readers are told of the progress
 
 let tiles = [];
 let calls = 0;
@@ -67,7 +67,7 @@ export function finished(index, button) {
   showProgress();
 }
 
-// After the last event of a run, however it ended.
+// Shows the end of a run, however it ended; called after its last event.
 export function end(text) {
   if (document.activeElement === byId("stop")) byId("generate").focus({ preventScroll: true });
   byId("stop").hidden = true;

@@ -1,5 +1,5 @@
 // The session's pictures in IndexedDB, so that a reload keeps them. A session is a tab: what other
-// tabs left behind goes after a day. Where the browser does not let us store, we do without.
+// tabs left behind goes after a day. If the browser refuses storage, none are kept.
 
 const DATABASE = "sd_tf";
 const PICTURES = "pictures";
@@ -24,15 +24,20 @@ function ownSession() {
 
 function open() {
   return new Promise((resolve, reject) => {
-    const request = indexedDB.open(DATABASE, 1);
-    request.onupgradeneeded = () =>
+    const request = indexedDB.open(DATABASE, 2);
+    request.onupgradeneeded = () => {
+      // Records of version 1 have no words, so they are dropped.
+      if (request.result.objectStoreNames.contains(PICTURES)) {
+        request.result.deleteObjectStore(PICTURES);
+      }
       request.result.createObjectStore(PICTURES, { keyPath: "id", autoIncrement: true });
+    };
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(request.error);
   }).catch(() => null);
 }
 
-// What was stored of this session, the oldest first: {id, png: Blob, parameters}.
+// Returns this session's stored pictures, oldest first: {id, png: Blob, parameters, words}.
 export async function load() {
   const all = (await transact("readonly", (store) => store.getAll())) ?? [];
   const forgotten = all.filter((r) => r.session !== session && r.time < Date.now() - DAY);
@@ -40,9 +45,9 @@ export async function load() {
   return all.filter((record) => record.session === session);
 }
 
-// The id, or null where it could not be stored.
-export async function add(png, parameters) {
-  const record = { session, time: Date.now(), png, parameters };
+// Stores a picture; returns its id, or null if it could not be stored.
+export async function add({ png, parameters, words }) {
+  const record = { session, time: Date.now(), png, parameters, words };
   const id =
     (await transact("readwrite", (store) => store.add(record))) ??
     ((await makeRoom()) ? await transact("readwrite", (store) => store.add(record)) : null);
@@ -72,7 +77,7 @@ async function trim() {
   await remove(beyond.map((record) => record.id));
 }
 
-// The result of what `work` asks for, or null if the browser refuses (no storage, quota).
+// Returns the result of `work`'s request, or null if the browser refuses (no storage, quota).
 async function transact(mode, work) {
   const database = await opened;
   if (database === null) return null;

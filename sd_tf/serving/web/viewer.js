@@ -1,17 +1,7 @@
-// One picture, enlarged, with all that is known of it.
+// Shows one picture, enlarged, with all that is known about it.
 
 import { curl } from "./curl.js";
 import { byId, facts, sharpenIfSmall } from "./dom.js";
-
-const NAMES = {
-  negative_prompt: "Negative prompt",
-  num_steps: "Steps",
-  guidance_scale: "Guidance",
-  image_guidance_scale: "Picture guidance",
-  strength: "Strength",
-  scheduler: "Scheduler",
-  seed: "Seed",
-};
 
 let source = null; // {list(): the gallery's entries, actions(entry): its buttons}
 let shown = null;
@@ -57,19 +47,12 @@ function show(entry) {
   byId("viewer-picture").src = entry.url;
   byId("viewer-picture").alt = parameters.prompt;
   byId("viewer-title").textContent = parameters.prompt;
-  byId("viewer-facts").replaceChildren(...facts(known(parameters)));
+  byId("viewer-facts").replaceChildren(...facts(entry.words.facts));
   byId("viewer-actions").replaceChildren(...source.actions(entry));
   byId("viewer-curl").textContent = curl(parameters);
   byId("previous").hidden = byId("next").hidden = list.length < 2;
   byId("previous").disabled = place <= 0;
   byId("next").disabled = place < 0 || place === list.length - 1;
-}
-
-function known(parameters) {
-  return Object.entries(NAMES)
-    .map(([key, name]) => [name, parameters[key]])
-    .filter(([, value]) => value !== null && value !== undefined)
-    .map(([name, value]) => [name, String(value)]);
 }
 
 // Small pictures grow by whole factors, so that their pixels stay squares of one size.

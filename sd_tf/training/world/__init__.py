@@ -1,7 +1,7 @@
-"""A drawn world of things and words to train small text-to-image models on, and its oracle.
+"""The tiny world: drawn scenes with captions to train small models on, and an oracle to judge them.
 
-`scene` chooses what there is, `draw` paints it, `captions` says it, and `oracle` reads a picture
-back by geometry, so that a model is judged by what it drew and not by another model.
+`scene` samples what a picture shows, `draw` renders it, `captions` describes it, and `oracle` reads
+a picture back by geometry, so that a model is judged by what it drew and not by another model.
 """
 
 from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts

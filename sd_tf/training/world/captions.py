@@ -1,4 +1,4 @@
-"""What is said about a scene: several phrasings, and what each of them asks for."""
+"""Captions of scenes, in several phrasings, with the attributes that each of them asks for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ import numpy as np
 from sd_tf.training.world.draw import draw
 from sd_tf.training.world.scene import Scene, WorldError, sample_scene
 
-# How often an attribute is not mentioned.
+# The share of captions that do not mention an attribute.
 WITHOUT_COLOUR = 0.1
 WITHOUT_SIZE = 0.25
 WITHOUT_POSITION = 0.25
 WITHOUT_BACKGROUND = 0.25
 WITHOUT_RELATION = 0.1
 
-EVALUATION_SEED = 2**31 - 1  # of the prompts that judge a model; no training uses it
-DRAWS_PER_PROMPT, DRAWS_AT_LEAST = 20, 20_000  # before prompts() gives up finding new ones
-CAPTION_STREAM = 7  # a scene's caption does not depend on the numbers that made the scene
+EVALUATION_SEED = 2**31 - 1  # seed of the prompts that judge a model; no training uses it
+DRAWS_PER_PROMPT, DRAWS_AT_LEAST = 20, 20_000  # scenes sampled before prompts() gives up
+CAPTION_STREAM = 7  # captions have random numbers of their own, apart from the scene's
 
 OPENINGS = ("", "", "", "a picture of ", "a drawing of ", "an image of ")
 BACKGROUND_PHRASES = (
@@ -50,7 +50,7 @@ RELATION_PHRASES = {
 
 @dataclass(frozen=True)
 class AskedThing:
-    """What a caption says of one thing; None where it says nothing."""
+    """The attributes of one thing that a caption asks for; None if it does not mention one."""
 
     shape: str
     colour: str | None
@@ -59,7 +59,7 @@ class AskedThing:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a caption asks for; None where it says nothing."""
+    """Everything that a caption asks for; None if it does not mention an attribute."""
 
     things: tuple[AskedThing, ...]
     background: str | None
@@ -68,7 +68,7 @@ class Ask:
 
 
 def describe(scene: Scene, index: int, seed: int = 0, complete: bool = False) -> tuple[str, Ask]:
-    """A caption of the scene, the same on every call, and what it asks for."""
+    """Return a caption of the scene, the same on every call, and what it asks for."""
     rng = np.random.default_rng([seed, index, CAPTION_STREAM])
 
     def said(value: str | None, without: float) -> str | None:
@@ -90,7 +90,7 @@ def describe(scene: Scene, index: int, seed: int = 0, complete: bool = False) ->
 
 
 def phrase(ask: Ask, choose: Callable[[tuple[str, ...]], str]) -> str:
-    """The words for what is asked, of which `choose` takes one among several."""
+    """Put what is asked into words; `choose` picks one of several phrasings."""
     subject = noun(ask.things[0])
     if len(ask.things) == 2:
         relation = choose(RELATION_PHRASES[ask.relation])
@@ -108,7 +108,7 @@ def phrase(ask: Ask, choose: Callable[[tuple[str, ...]], str]) -> str:
 def example(
     index: int, seed: int = 0, size: int = 64, split: str = "train"
 ) -> tuple[np.ndarray, str]:
-    """One picture to train on, uint8 (size, size, 3), and its caption."""
+    """Return one picture to train on, uint8 (size, size, 3), and its caption."""
     scene = sample_scene(index, seed, split)
     caption, _ = describe(scene, index, seed)
     return draw(scene, size), caption
@@ -117,7 +117,7 @@ def example(
 def prompts(
     count: int, split: str = "train", things: int = 1, seed: int = EVALUATION_SEED
 ) -> list[tuple[str, Ask]]:
-    """Complete captions that all ask for something else, and what they ask for."""
+    """Return `count` complete captions that all ask for different things, and what they ask for."""
     found = {}
     for index in range(max(count * DRAWS_PER_PROMPT, DRAWS_AT_LEAST)):
         if len(found) == count:
@@ -127,8 +127,8 @@ def prompts(
         found.setdefault(ask, caption)
     if len(found) < count:
         raise WorldError(
-            f"There are only about {len(found)} different prompts with {things} thing(s) in the "
-            f"split {split!r}. Received: count={count}"
+            f"count must not exceed the number of different prompts: about {len(found)} have "
+            f"{things} thing(s) in the split {split!r}. Received: {count}"
         )
     return [(caption, ask) for ask, caption in found.items()]
 

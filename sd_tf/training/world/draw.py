@@ -1,17 +1,17 @@
-"""From a scene to its picture: shapes as inside tests, summed once and then only looked up."""
+"""Draw scenes: shapes are inside tests, whose sums are computed once and then looked up."""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
 
 import numpy as np
 
-from sd_tf.training.world.scene import BACKGROUNDS, COLOURS, SHAPES, Scene, WorldError
+from sd_tf.training.world.scene import BACKGROUNDS, COLOURS, Scene, WorldError
 
-# Shapes: whether (u, v) lies inside, for u and v from -1 to 1 and v downwards.
+# Shapes are functions that test whether (u, v) lies inside; u and v are from -1 to 1, v downwards.
 
 SQUARE_HALF = 0.85
 TRIANGLE_TOP, TRIANGLE_BASE, TRIANGLE_HALF = -0.95, 0.8, 0.98
-DIAMOND_HALF = 0.78  # of its width; its height is full
+DIAMOND_HALF = 0.78  # half of its width; half of its height is 1
 STAR_INNER = 0.45  # radius of the inner corners
 RING_INNER = 0.52
 CROSS_HALF, CROSS_ARM = 0.34, 0.96
@@ -23,14 +23,14 @@ GRADIENT = (42, 62, 70), (142, 126, 114)  # top, bottom
 STRIPES = (70, 54, 64), (108, 88, 94)
 STRIPES_ACROSS = 4  # periods along one side of the picture
 CHECKS = (54, 70, 58), (88, 106, 92)
-CHECKS_ACROSS = 8  # fields
+CHECKS_ACROSS = 8  # fields along one side of the picture
 
-TABLE = 1024  # samples across a shape, whose sums are looked up
-SAMPLES = 8  # across a pixel of a background
+TABLE = 1024  # samples across a shape in the table of sums
+SAMPLES = 8  # samples across a pixel of a background
 
 
 def draw(scene: Scene, size: int = 64) -> np.ndarray:
-    """The picture, uint8 (size, size, 3), anti-aliased."""
+    """Draw the scene, anti-aliased: uint8 (size, size, 3)."""
     picture = background(scene.background, size).copy()
     for thing in scene.things:
         box, alpha = coverage(
@@ -48,10 +48,10 @@ def draw(scene: Scene, size: int = 64) -> np.ndarray:
 def coverage(
     shape: str, x: float, y: float, radius: float, size: int
 ) -> tuple[tuple[slice, slice], np.ndarray]:
-    """Where a shape lies in a picture, and how much of each pixel there it covers.
+    """Return the box in which a shape lies, and the share of each pixel there that it covers.
 
-    Everything is in pixels. The share of a pixel is a difference of four sums, which is as exact
-    as supersampling with the table's samples and costs no more than one sample.
+    All lengths are in pixels. A pixel's share is a difference of four sums, which is as exact as
+    supersampling with the table's samples, at the cost of one sample.
     """
     sums = _sums(shape)
     rows, row_edges = _edges(y, radius, size)
@@ -64,7 +64,7 @@ def coverage(
 
 
 def _edges(centre: float, radius: float, size: int) -> tuple[slice, np.ndarray]:
-    """The pixels that a shape may touch along one axis, and their edges in its table."""
+    """Return the pixels that a shape may touch along one axis, and their edges in its table."""
     low = min(max(int(centre - radius), 0), size - 1)
     high = max(min(int(centre + radius) + 1, size), low + 1)
     edges = (np.arange(low, high + 1) - (centre - radius)) * (TABLE / (2 * radius))
@@ -73,7 +73,7 @@ def _edges(centre: float, radius: float, size: int) -> tuple[slice, np.ndarray]:
 
 @cache
 def _sums(shape: str) -> np.ndarray:
-    """Number of samples inside the shape above and left of each sample's corner."""
+    """Count the samples inside the shape that lie above and left of each sample's corner."""
     ticks = (np.arange(TABLE, dtype="float32") + 0.5) * (2 / TABLE) - 1
     inside = INSIDE[shape](ticks[None, :], ticks[:, None])
     return np.pad(inside, ((1, 0), (1, 0))).astype("int32").cumsum(0).cumsum(1, dtype="int32")
@@ -97,7 +97,7 @@ def _diamond(u, v):
 
 
 def _star(u, v):
-    """Every point is turned into the tenth between a tip and an inner corner: one edge is left."""
+    """Rotate each point into the tenth between a tip and an inner corner, and test its one edge."""
     tenth = np.pi / 5
     angle = abs((np.arctan2(u, -v) + tenth) % (2 * tenth) - tenth)  # 0 at a tip
     along, across = np.hypot(u, v) * (np.cos(angle), np.sin(angle))
@@ -115,7 +115,7 @@ def _cross(u, v):
 
 
 def _heart(u, v):
-    """Two discs and, below them, the wedge between their tangents through the tip."""
+    """Join two discs and, below them, the wedge between their tangents through the tip."""
     drop = HEART_TIP - LOBE_Y
     distance = np.hypot(LOBE_X, drop)
     angle = np.arctan2(LOBE_X, drop) + np.arcsin(LOBE_RADIUS / distance)
@@ -136,7 +136,6 @@ INSIDE: dict[str, Callable] = {
     "cross": _cross,
     "heart": _heart,
 }
-assert tuple(INSIDE) == SHAPES
 
 
 # Backgrounds
@@ -144,9 +143,9 @@ assert tuple(INSIDE) == SHAPES
 
 @lru_cache(maxsize=64)
 def background(name: str, size: int) -> np.ndarray:
-    """The one picture of that name, uint8 (size, size, 3); shared, so it cannot be written to."""
+    """Draw the background of that name: uint8 (size, size, 3), cached and therefore read-only."""
     if name not in BACKGROUNDS:
-        raise WorldError(f"A background is one of {', '.join(BACKGROUNDS)}. Received: {name!r}")
+        raise WorldError(f"name must be one of {', '.join(BACKGROUNDS)}. Received: {name!r}")
     if name in PLAIN:
         picture = np.broadcast_to(np.array(PLAIN[name], "float64"), (size, size, 3))
     else:
@@ -160,7 +159,7 @@ def background(name: str, size: int) -> np.ndarray:
     return picture
 
 
-# Background → its two colours, and the second one's share at (x, y).
+# Background → its two colours, and a function for the second one's share at (x, y).
 PATTERNS: dict[str, tuple[tuple, Callable]] = {
     "gradient": (GRADIENT, lambda x, y: y),
     "striped": (STRIPES, lambda x, y: ((x + y) * STRIPES_ACROSS) % 1 < 0.5),

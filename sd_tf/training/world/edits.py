@@ -1,4 +1,4 @@
-"""Instructions that change a scene, and the scene that comes of it: pairs whose truth is known."""
+"""Edits of scenes: an instruction, the scene before it and the true scene after it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ from sd_tf.training.world.scene import (
     sample_scene,
 )
 
-STREAM = 11  # an edit does not depend on the numbers that made its scene
-TRIES = 1000
+STREAM = 11  # edits have random numbers of their own, apart from their scenes'
+TRIES = 1000  # scenes that are sampled to find one that suits an edit
 
 PHRASES = {
     "colour": (
@@ -58,7 +58,10 @@ KINDS = tuple(PHRASES)
 
 @dataclass(frozen=True)
 class Edit:
-    """`things`: what the instruction is about, before and after; None where there is nothing."""
+    """An instruction with the scenes before and after it.
+
+    `things` is the thing that it changes, before and after; None where that thing does not exist.
+    """
 
     kind: str
     instruction: str
@@ -68,15 +71,15 @@ class Edit:
 
 
 def sample_edit(index: int, seed: int = 0, split: str = "train", kind: str | None = None) -> Edit:
-    """The edit of that index, the same on every call; `kind` None means any.
+    """Return the edit of that index, the same on every call; a `kind` of None means any.
 
-    Held out are the pairs of shape and colour that no training scene has: each held-out edit has
-    one of them before, after, or both.
+    Some pairs of shape and colour occur in no training scene. Every edit of the split `held_out`
+    has such a pair before, after, or both.
     """
     if split not in SPLITS:
-        raise WorldError(f"A split is one of {', '.join(SPLITS)}. Received: {split!r}")
+        raise WorldError(f"split must be one of {', '.join(SPLITS)}. Received: {split!r}")
     if kind is not None and kind not in KINDS:
-        raise WorldError(f"An edit is one of {', '.join(KINDS)}. Received: {kind!r}")
+        raise WorldError(f"kind must be one of {', '.join(KINDS)}. Received: {kind!r}")
     rng = np.random.default_rng([seed, index, SPLITS.index(split), STREAM])
     kind = choice(rng, KINDS) if kind is None else kind
     for _ in range(TRIES):
@@ -94,7 +97,7 @@ def sample_edit(index: int, seed: int = 0, split: str = "train", kind: str | Non
     raise AssertionError(f"no edit {kind} in {TRIES} scenes")
 
 
-# A held-out pair may also come of a scene that has none.
+# Splits of the scenes before: an edit can also create a held-out pair in a training scene.
 _SCENES = {"train": ("train",), "held_out": ("train", "held_out")}
 
 
@@ -102,8 +105,8 @@ def _is_held_out(*scenes: Scene) -> bool:
     return any((t.shape, t.colour) in HELD_OUT for scene in scenes for t in scene.things)
 
 
-# What each kind makes of a scene: the scene after, the thing before and after, and the new words.
-# None where the scene does not suit it.
+# A function for each kind returns the scene after, the thing before and after, and the new words;
+# or None if the scene does not suit the edit.
 
 Outcome = tuple[Scene, tuple[Thing | None, Thing | None], str]
 
@@ -121,7 +124,7 @@ def _reshape(rng, scene):
 
 
 def _add(rng, scene):
-    """To a scene of one thing, in the one of nine regions that is farthest from it."""
+    """Add a thing to a scene of one, in the region that is farthest from the other."""
     if len(scene.things) > 1:
         return None
     (there,) = scene.things
@@ -141,7 +144,7 @@ def _add(rng, scene):
 
 
 def _remove(rng, scene):
-    """One of two things."""
+    """Remove one of two things."""
     if len(scene.things) == 1:
         return None
     thing = choice(rng, scene.things)
@@ -157,7 +160,7 @@ def _background(rng, scene):
 
 
 def _move(rng, scene):
-    """Of a scene of one thing, to the middle of another region."""
+    """Move the only thing of a scene to the middle of another region."""
     if len(scene.things) > 1:
         return None
     (thing,) = scene.things
@@ -182,11 +185,9 @@ def _changed(scene: Scene, old: Thing, new: Thing, words: str) -> Outcome:
     return replace(scene, things=things), (old, new), words
 
 
-# What became of it
-
-
+# Judging
 def followed(reading: Reading, edit: Edit) -> bool:
-    """Whether a picture shows what the instruction asked for, by the oracle."""
+    """Tell whether a picture, as the oracle reads it, shows what the instruction asked for."""
     if edit.kind == "background":
         return reading.background == edit.after.background
     old, new = edit.things
@@ -207,5 +208,5 @@ def _is(found: Found, thing: Thing) -> bool:
 
 
 def untouched(edit: Edit, size: int) -> np.ndarray:
-    """Where before and after are the same picture: bool (size, size)."""
+    """Return the mask, bool (size, size), of the pixels that are equal before and after."""
     return np.all(draw(edit.before, size) == draw(edit.after, size), axis=-1)

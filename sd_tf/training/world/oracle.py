@@ -1,8 +1,8 @@
-"""Reads a picture back by geometry, and judges it by what a caption asked for.
+"""The oracle: reads a picture back by geometry, and judges it by what a caption asked for.
 
-Nothing is learned: the background is the known picture that most pixels agree with, a thing is a
-patch of pixels far from it, and a shape is the ideal outline that covers the patch best. What no
-known picture, colour, shape or size comes near is `UNKNOWN`, which is never right.
+Nothing is learnt: the background is the known one with which most pixels agree, a thing is a patch
+of pixels that differ from it, and its shape is the ideal outline that covers the patch best. An
+attribute that is near no known value is `UNKNOWN`, which never counts as right.
 """
 
 import itertools
@@ -29,30 +29,30 @@ from sd_tf.training.world.scene import (
 UNKNOWN = "unknown"
 LEAST_SIZE = 48  # pixels
 
-# Distances between colours are Euclidean, of RGB values from 0 to 255.
-BACKGROUND_TOLERANCE = 22  # median distance of all pixels; of the mean of its stripes it is 26
+# Distances between colours are Euclidean, between RGB values from 0 to 255.
+BACKGROUND_TOLERANCE = 22  # median over all pixels; a plain mean of the stripes would be at 26
 FOREGROUND_DISTANCE = 55
-SLACK = 3  # pixels across the window in which an edge of a background may lie
-COLOUR_TOLERANCE = 60  # of a thing's median colour
-FOREIGN_DISTANCE = 45  # of a pixel that is no mixture of the thing's colour and the background
-LEAST_PURITY = 0.95  # share of a thing's pixels that are not foreign, for it to have a colour
+SLACK = 3  # width in pixels of the window within which an edge of a background may move
+COLOUR_TOLERANCE = 60  # greatest distance of a thing's median colour from a known colour
+FOREIGN_DISTANCE = 45  # pixels this far from all mixtures of thing and background are foreign
+LEAST_PURITY = 0.95  # share of pixels that must not be foreign for a thing to have a colour
 
-SPECK_SHARE = 0.004  # of the picture: 16 pixels of 64×64; the smallest star has four times that
-MOST_THINGS = 8  # that are read: enough to see that there are too many
-CORE = 0.6  # of a thing's depth, from which on its pixels tell its colour
-REACH = 2  # pixels around a thing in which its soft edge is looked for
-SIZE_TOLERANCE = 1.25  # ratio of the radius found to that of a size
-LEAST_OVERLAP = 0.85  # of an outline and a patch, as intersection over union
-THIN, LEAST_OVERLAP_THIN = ("star", "ring"), 0.78  # which lose more of themselves to blur
+SPECK_SHARE = 0.004  # smaller patches are ignored: 16 of 64×64 pixels, a quarter of the least star
+MOST_THINGS = 8  # most things that are read, enough to see that there are too many
+CORE = 0.6  # pixels at least this share of a thing's depth inside it tell its colour
+REACH = 2  # pixels around a thing that may belong to its soft edge
+SIZE_TOLERANCE = 1.25  # greatest ratio of the radius found to a size's radius
+LEAST_OVERLAP = 0.85  # intersection over union of an outline and a patch
+THIN, LEAST_OVERLAP_THIN = ("star", "ring"), 0.78  # shapes that lose more of their area to blur
 
-SHARPNESS = 2.5  # contrast of soft edges, so that blur does not count as a wrong outline
-FITTED = 2  # shapes that are fitted finely: the best of the rough comparison
-SHIFT, GROWTH, ROUNDS = 0.5, 0.03, 3  # of the fine fit: pixels, ratio; halved every round
+SHARPNESS = 2.5  # added contrast of soft edges, so that blur does not count as a wrong outline
+FITTED = 2  # number of shapes that are fitted finely, after a rough comparison of all
+SHIFT, GROWTH, ROUNDS = 0.5, 0.03, 3  # steps of the fine fit (pixels, ratio), halved every round
 
 
 @dataclass(frozen=True)
 class Found(Thing):
-    """A thing as it was read; `overlap` tells how well its shape fits, `purity` its colour."""
+    """A thing that was read; `overlap` and `purity` tell how well its shape and colour fit."""
 
     overlap: float
     purity: float
@@ -60,7 +60,7 @@ class Found(Thing):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows, the largest thing first."""
+    """The background and the things that a picture shows, the largest thing first."""
 
     background: str
     things: tuple[Found, ...]
@@ -70,12 +70,12 @@ class Reading:
 
 
 def read(picture: np.ndarray) -> Reading:
-    """What is in a square picture, uint8 (size, size, 3)."""
+    """Read what a square picture, uint8 (size, size, 3), shows."""
     size = len(picture)
     if picture.dtype != np.uint8 or picture.shape != (size, size, 3) or size < LEAST_SIZE:
         raise WorldError(
-            f"The oracle reads square pictures of at least {LEAST_SIZE} pixels, uint8 "
-            f"(size, size, 3). Received: {picture.dtype} {picture.shape}"
+            f"The oracle reads square pictures, uint8 (size, size, 3), with a size of at least "
+            f"{LEAST_SIZE}. Received: {picture.dtype} {picture.shape}"
         )
     pixels = picture.astype("float32")
     smooth = _smooth(pixels)
@@ -103,8 +103,8 @@ def _read_thing(pixels: np.ndarray, behind: np.ndarray, patches: np.ndarray, num
     depth = ndimage.distance_transform_edt(patch)
     rgb = np.median(pixels[depth >= CORE * depth.max()], axis=0)
 
-    # How much of each pixel is the thing: its place between the background and the thing's
-    # colour. A pixel of any third colour belongs to the patch wholly, and makes it impure.
+    # The share of each pixel that the thing covers is its place between the background's and the
+    # thing's colour. A pixel of a third colour counts as covered, and makes the patch impure.
     towards = rgb - behind
     share = ((pixels - behind) * towards).sum(-1) / np.maximum((towards**2).sum(-1), 1)
     share = np.clip(share, 0, 1)
@@ -139,7 +139,7 @@ def _smooth_background(name: str, size: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _bounds(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest value that a background has around each pixel."""
+    """Return the least and the greatest value of a background around each pixel."""
     window = (SLACK, SLACK, 1)
     picture = background(name, size).astype("float32")
     return ndimage.minimum_filter(picture, window), ndimage.maximum_filter(picture, window)
@@ -165,9 +165,9 @@ def _distance(pixels: np.ndarray, others) -> np.ndarray:
 
 
 def _fit(share: np.ndarray) -> tuple[str, float, float, float, float]:
-    """The shape that covers a patch best: name, centre and radius in pixels, overlap.
+    """Find the shape that covers a patch best: its name, centre and radius in pixels, overlap.
 
-    Area and centroid place every shape at once; the best of them are then moved and grown.
+    Every shape is placed by the patch's area and centroid; the best are then shifted and scaled.
     """
     ticks = np.arange(len(share)) + 0.5
     area = share.sum()
@@ -187,7 +187,7 @@ def _fit(share: np.ndarray) -> tuple[str, float, float, float, float]:
 
 
 def _refine(share, area, shape, overlap, place):
-    """One number after the other, up or down, as long as the overlap grows."""
+    """Change x, y and radius one at a time, up or down, as long as the overlap grows."""
     for fineness in range(ROUNDS):
         shift, growth = SHIFT / 2**fineness, GROWTH / 2**fineness
         for axis in range(3):
@@ -201,7 +201,7 @@ def _refine(share, area, shape, overlap, place):
 
 
 def _overlap(share, area, shape, x, y, radius) -> float:
-    """Intersection over union of a soft patch and an ideal outline."""
+    """Return the intersection over union of a soft patch and an ideal outline."""
     box, ideal = coverage(shape, x, y, radius, len(share))
     ideal = _sharpen(ideal)
     both = np.minimum(share[box], ideal).sum()
@@ -214,7 +214,7 @@ def _sharpen(share: np.ndarray) -> np.ndarray:
 
 @cache
 def _moments(shape: str) -> tuple[float, float]:
-    """Area and height of the centroid of a shape of radius 1; all shapes are symmetric in x."""
+    """Return area and centroid's y of a shape of radius 1; all shapes are symmetric in x."""
     size = 256
     _, ideal = coverage(shape, size / 2, size / 2, size / 2, size)
     ticks = (np.arange(size) + 0.5) * (2 / size) - 1
@@ -225,10 +225,10 @@ def _moments(shape: str) -> tuple[float, float]:
 
 
 def judge(reading: Reading, ask: Ask) -> dict[str, bool]:
-    """What was asked → whether it is so; what was not asked is not judged.
+    """Map each attribute that was asked for to whether the picture shows it.
 
-    Two things are matched to the two asked for in the best way, and an attribute is right only if
-    it is right of both.
+    The things found are matched to those asked for in the best way. An attribute is right only if
+    it is right for all of them.
     """
     matched = _match(reading.things, ask.things)
     pairs = list(zip(matched, ask.things, strict=True))
@@ -250,12 +250,12 @@ def judge(reading: Reading, ask: Ask) -> dict[str, bool]:
 
 
 def position_of(thing: Found) -> str:
-    """The region whose centre is nearest."""
+    """Return the name of the region whose centre is nearest to the thing."""
     return min(POSITIONS, key=lambda name: math.dist(POSITIONS[name], (thing.x, thing.y)))
 
 
 def relation_of(first: Found, second: Found) -> str:
-    """Where the first lies from the second, along the axis on which they are further apart."""
+    """Return the relation of the first to the second, on the axis where they are further apart."""
     away = (first.x - second.x, first.y - second.y)
     axis = 0 if abs(away[0]) > abs(away[1]) else 1
     sign = 1 if away[axis] > 0 else -1
@@ -263,7 +263,7 @@ def relation_of(first: Found, second: Found) -> str:
 
 
 def _match(found: tuple[Found, ...], asked: tuple[AskedThing, ...]) -> tuple[Found | None, ...]:
-    """The things found in the order of those asked for; None for each that is missing."""
+    """Order the things found like those asked for, with None for each that is missing."""
     missing = (None,) * (len(asked) - len(found))
 
     def agreement(order):

@@ -1,4 +1,4 @@
-"""What stands where in a scene, as questions with numbered answers."""
+"""Questions about what a scene shows where, with numbered answers, to train a text encoder on."""
 
 from sd_tf.training.world.scene import (
     BACKGROUNDS,
@@ -15,7 +15,7 @@ SIDES = {(0, -1): "left", (0, 1): "right", (1, -1): "top", (1, 1): "bottom"}  # 
 _ATTRIBUTES = {"shape": SHAPES, "colour": tuple(COLOURS), "size": tuple(SIZES)}
 _POSITIONS = tuple(POSITIONS)
 
-# Question → how many answers it has. The last one says that there is nothing in that place.
+# Question → its number of answers. The last answer means that there is nothing in that place.
 QUESTIONS = {
     "background": len(BACKGROUNDS),
     "position": len(POSITIONS) + 1,
@@ -28,7 +28,7 @@ QUESTIONS = {
 
 
 def answers(scene: Scene) -> dict[str, int]:
-    """By question, the number of its answer."""
+    """Map each question to the number of its answer."""
     nothing = {question: count - 1 for question, count in QUESTIONS.items()}
     found = {"background": BACKGROUNDS.index(scene.background)}
     if scene.position is not None:

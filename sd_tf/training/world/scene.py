@@ -1,9 +1,11 @@
-"""What can be in a picture, as data, and the endless series of scenes drawn from it."""
+"""Scenes as data: everything that a picture can show, and the endless series sampled from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from sd_tf.errors import SdTfError
 
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "ring", "cross", "heart")
 COLOURS = {
@@ -36,7 +38,7 @@ RELATIONS = {  # where the first thing lies from the second: (axis, sign)
     "below": (1, 1),
 }
 
-# Every shape and every colour once: what these pairs look like, a model has to work out.
+# Every shape and every colour once. A model sees these pairs in no training picture.
 HELD_OUT = frozenset(
     {
         ("circle", "cyan"),
@@ -51,19 +53,19 @@ HELD_OUT = frozenset(
 )
 SPLITS = ("train", "held_out")
 
-RADIUS_JITTER = 0.04  # of the radius
+RADIUS_JITTER = 0.04  # share of the radius; the rest are shares of the picture
 POSITION_JITTER = 0.025
-CROSS_JITTER = 0.08  # of two things, along the axis that their relation does not name
-MARGIN = 0.01  # to the edge of the picture
-GAP = 0.05  # between two things
+CROSS_JITTER = 0.08  # for two things, along the axis that their relation does not name
+MARGIN = 0.01  # least distance to the edge of the picture
+GAP = 0.05  # least distance between two things
 
 _PAIRS = tuple((shape, colour) for shape in SHAPES for colour in COLOURS)
 _TRAIN_PAIRS = tuple(pair for pair in _PAIRS if pair not in HELD_OUT)
 _HELD_OUT_PAIRS = tuple(pair for pair in _PAIRS if pair in HELD_OUT)
 
 
-class WorldError(ValueError):
-    """What the world does not have: the rule and what was received."""
+class WorldError(SdTfError):
+    """Raised for a request that the tiny world cannot meet; says the rule and what was received."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """One thing at a position, or two in a relation: the first thing to the second."""
+    """One thing at a position, or two things, the first in a relation to the second."""
 
     background: str
     things: tuple[Thing, ...]
@@ -91,11 +93,11 @@ class Scene:
 def sample_scene(
     index: int, seed: int = 0, split: str = "train", things: int | None = None
 ) -> Scene:
-    """The scene of that index, the same on every call; `things` None means one or two."""
+    """Return the scene of that index, the same on every call; a `things` of None means 1 or 2."""
     if split not in SPLITS:
-        raise WorldError(f"A split is one of {', '.join(SPLITS)}. Received: {split!r}")
+        raise WorldError(f"split must be one of {', '.join(SPLITS)}. Received: {split!r}")
     if things not in (None, 1, 2):
-        raise WorldError(f"A scene has 1 or 2 things. Received: {things!r}")
+        raise WorldError(f"things must be 1, 2 or None. Received: {things!r}")
     rng = np.random.default_rng([seed, index, SPLITS.index(split), things or 0])
     if things is None:
         things = 1 + int(rng.integers(2))
@@ -119,7 +121,7 @@ def _sample_two(rng: np.random.Generator, split: str, background: str) -> Scene:
     axis, sign = RELATIONS[relation]
     radii = [radius for _, radius in sizes]
 
-    # Along the relation's axis: margin, a thing, gap, a thing, margin; what is free is dealt out.
+    # Along the relation's axis: margin, thing, gap, thing, margin; free space is shared at random.
     free = 1 - 2 * MARGIN - GAP - 2 * sum(radii)
     before, until = np.sort(rng.uniform(0, free, 2))
     near, far = (0, 1) if sign < 0 else (1, 0)
@@ -136,7 +138,7 @@ def _sample_two(rng: np.random.Generator, split: str, background: str) -> Scene:
 
 
 def _sample_pairs(rng: np.random.Generator, split: str) -> list[tuple[str, str]]:
-    """Two pairs that share neither shape nor colour, so that either attribute tells them apart."""
+    """Sample two pairs of shape and colour that differ in both."""
     if split == "train":
         pools = [_TRAIN_PAIRS, _TRAIN_PAIRS]
     else:

@@ -1,1 +1,1 @@
-"""One module for each engine: `load(job)` gives its stages, ready to be called."""
+"""A module for each engine; its `load(job)` returns the engine's stages, ready to be called."""

@@ -1,4 +1,4 @@
-"""Our Keras models on the JAX backend, each under `jax.jit`; the loop around them is `walk`."""
+"""Our Keras models on the JAX backend, each compiled by `jax.jit` and driven by `walk`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,18 +7,18 @@ import jax
 import keras
 import numpy as np
 
-from sd_tf.bench import BenchError
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import Job, Loaded, Stage
 from sd_tf.bench.peers.walk import walk
+from sd_tf.bench.plan import BenchError
 from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
 from sd_tf.weights import open_checkpoint
 
 
 def load(job: Job) -> Loaded:
     if keras.backend.backend() != "jax":
-        raise BenchError(f"KERAS_BACKEND is jax. Received: {keras.backend.backend()}")
+        raise BenchError(f"KERAS_BACKEND must be jax. Received: {keras.backend.backend()}")
     given = npz.read(job.inputs)
     checkpoint = open_checkpoint(job.checkpoint)
     build = {name: checkpoint.build(name, job.precision) for name in checkpoint.config.components}
@@ -26,13 +26,13 @@ def load(job: Job) -> Loaded:
     for_target = partial(compiled, rewrites=TARGETS[job.device])
     call_unet = for_target(build["unet"], lambda model, *inputs: model(*inputs))
     call_decoder = for_target(build["vae"], lambda model, latent: model.decode(latent))
-    scaling = checkpoint.config.vae.scaling_factor
+    scale = checkpoint.config.autoencoder.latent_scale
 
     def unet(sample, timestep, context):
         return call_unet(sample.astype("float32"), np.full(2, timestep, "float32"), context)
 
     def decode(latent):
-        return pixels(call_decoder(latent / np.float32(scaling)))
+        return pixels(call_decoder(scale.undo(latent)))
 
     pair, timestep = npz.pair(given["noise"]), given["rows"][0, 0]
     return Loaded(
@@ -50,7 +50,7 @@ def load(job: Job) -> Loaded:
 def compiled(
     model: keras.layers.Layer, function: Callable, rewrites: Rewrites = AS_WRITTEN
 ) -> Callable[..., np.ndarray]:
-    """`function(model, …)` with the weights as arguments, which XLA does not fold into the code."""
+    """Compile `function(model, …)` with weights as arguments, so that XLA does not fold them."""
     variables = model.variables
     weights = [variable.value for variable in variables]
 

@@ -1,4 +1,4 @@
-"""KerasCV's pipeline, its parts compiled by XLA, with the checkpoint's weights put in."""
+"""KerasCV's pipeline with the checkpoint's weights, its models compiled by XLA."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,11 @@ import keras_cv
 import numpy as np
 from keras_cv.src.models.stable_diffusion.clip_tokenizer import SimpleTokenizer
 
-from sd_tf.bench import BenchError
 from sd_tf.bench.kerascv import MAX_PROMPT_LENGTH, PARTS, VOCABULARY, Stopwatch
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
+from sd_tf.bench.plan import BenchError
 from sd_tf.weights import Checkpoint, StoredTensor, kerascv, open_checkpoint
 from sd_tf.weights.tensors import shortened
 
@@ -62,7 +62,7 @@ def _stages(model, given: dict[str, np.ndarray]) -> dict[str, Stage]:
     }
 
 
-# The checkpoint's weights in KerasCV's models: `sd_tf.weights.kerascv` the other way round.
+# Load a checkpoint's weights into KerasCV's models: the inverse of `sd_tf.weights.kerascv`.
 
 
 def text_encoder(checkpoint: Checkpoint):
@@ -89,16 +89,16 @@ def decoder(checkpoint: Checkpoint, height: int, width: int):
 
 
 def fill(places: kerascv.Places, tensors: Mapping[str, StoredTensor]) -> None:
-    """Every variable from its tensor, every tensor used."""
+    """Fill every variable from its tensor; every tensor must be used."""
     places = dict(places)
     if different := places.keys() ^ tensors.keys():
         raise BenchError(
-            "The checkpoint has exactly the tensors of KerasCV's model. "
-            f"Received, without a counterpart: {shortened(different)}"
+            "The checkpoint must have exactly the tensors of KerasCV's model. "
+            f"Without a counterpart: {shortened(different)}"
         )
     for name, place in places.items():
         if tensors[name].size != np.prod(place.shape):
             raise BenchError(
-                f"{name} has the shape {place.shape} in KerasCV. Received: {tensors[name].shape}"
+                f"{name} must have KerasCV's shape {place.shape}. Received: {tensors[name].shape}"
             )
         place.fill(tensors[name].read())

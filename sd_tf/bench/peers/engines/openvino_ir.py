@@ -1,4 +1,4 @@
-"""diffusers' models, converted and compiled by OpenVINO; the loop around them is `walk`."""
+"""diffusers' models, converted and compiled by OpenVINO and driven by `walk`."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from sd_tf.bench.peers.walk import walk
 from sd_tf.bench.timing import timed
 
 TEXT_ENCODER, UNET, DECODER = "text_encoder", "unet", "decoder"
-HINTS = {"float32": "f32", "bfloat16": "bf16"}  # unasked, a CPU that has bfloat16 computes in it
+HINTS = {"float32": "f32", "bfloat16": "bf16"}  # by default, a CPU with bfloat16 computes in it
 
 
 def convert(checkpoint: Path, folder: Path) -> None:
-    """Of any size; runs in a process of its own, PyTorch's memory is not OpenVINO's."""
+    """Convert the models, for any size, in a process of its own, which frees PyTorch's memory."""
     import torch
 
     folder.mkdir(parents=True)

@@ -6,10 +6,10 @@ import diffusers
 import numpy as np
 import torch
 
-from sd_tf.bench import BenchError
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
+from sd_tf.bench.plan import BenchError
 
 DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
@@ -17,7 +17,7 @@ DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 def load(job: Job) -> Loaded:
     torch.set_num_threads(job.threads)
     if job.device == "gpu" and not torch.cuda.is_available():
-        raise BenchError("--device=gpu needs a GPU that PyTorch sees.")
+        raise BenchError("`device` gpu needs a GPU that PyTorch sees.")
     dtype, device = getattr(torch, job.precision), DEVICES[job.device]
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(
         job.checkpoint, safety_checker=None
@@ -66,7 +66,7 @@ def synchronize(device: str) -> None:
 
 @torch.inference_mode()
 def _stages(pipe, job: Job, dtype, device) -> dict[str, Stage]:
-    """Inputs and calls are like the pipeline's own, or it would compile everything once more."""
+    """Prepare stages whose calls equal the pipeline's own, so that nothing is compiled twice."""
     given = npz.read(job.inputs)
 
     def image_like(x):
@@ -97,7 +97,7 @@ def _stages(pipe, job: Job, dtype, device) -> dict[str, Stage]:
         return np.moveaxis(x, 1, -1) if x.ndim == 4 else x
 
     def timed_alike(function):
-        """The result in memory, nothing under way."""
+        """Return a function that waits for the result and returns it as an array."""
 
         @torch.inference_mode()
         def run():

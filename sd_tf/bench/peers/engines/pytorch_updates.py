@@ -1,4 +1,4 @@
-"""The update of diffusers' training scripts: its UNet, PyTorch's AdamW, the same clipping."""
+"""The update of diffusers' training scripts: its UNet, PyTorch's AdamW, and our clipping."""
 
 import diffusers
 import numpy as np

@@ -1,27 +1,26 @@
-"""Ours: an export's SavedModels, their compiled signatures called as the pipeline calls them."""
+"""Our engine: an export's SavedModels, whose compiled signatures are called as by the pipeline."""
 
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
-from sd_tf.bench import BenchError
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import solved
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, SAMPLER, Job, Loaded, Stage
+from sd_tf.bench.plan import BenchError
 from sd_tf.bench.timing import devices, peak_device_memory, timed
-from sd_tf.chain import open_export
-from sd_tf.pipeline import Pipeline, Replica
-from sd_tf.sampling.tables import HISTORY
+from sd_tf.runtime.chain import open_export
+from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 
 MATMUL_SIZES, MATMUL_RUNS = (2048, 4096), 4
 
 
 def load(job: Job) -> Loaded:
     if job.device == "gpu" and not tf.config.list_physical_devices("GPU"):
-        raise BenchError("--device=gpu needs a GPU that TensorFlow sees.")
+        raise BenchError("`device` gpu needs a GPU that TensorFlow sees.")
     manifest, tokenizers = open_export(Path(job.export_dir))
-    replica = Replica(Path(job.export_dir), manifest, jit_compile=True, device=None)
+    replica = SavedModelRunner(Path(job.export_dir), manifest, jit_compile=True, device=None)
     pipe = Pipeline(manifest, [replica], tokenizers, load_seconds=0.0)
 
     def draw(steps):
@@ -44,7 +43,7 @@ def load(job: Job) -> Loaded:
     )
 
 
-def _stages(replica: Replica, job: Job) -> dict[str, Stage]:
+def _stages(replica: SavedModelRunner, job: Job) -> dict[str, Stage]:
     given = npz.read(job.inputs)
     negative, positive = np.split(given["tokens"], 2)
     unconditional, conditional = np.split(given["context"], 2)
@@ -59,10 +58,10 @@ def _stages(replica: Replica, job: Job) -> dict[str, Stage]:
             "diffusion_model",
             "segment",
             latent=noise,
-            history=np.zeros((HISTORY, *noise.shape), "float32"),
+            history=np.zeros((replica.manifest.history, *noise.shape), "float32"),
             context=conditional,
             unconditional_context=unconditional,
-            scheduler=np.int32(replica.manifest.samplers.index(SAMPLER)),
+            scheduler=np.int32(replica.manifest.scheduler_number(SAMPLER)),
             num_steps=np.int32(job.steps),
             seed=np.zeros(1, "int32"),
             unconditional_guidance_scale=np.float32(GUIDANCE),
@@ -85,7 +84,7 @@ def _stages(replica: Replica, job: Job) -> dict[str, Stage]:
 
 
 def _matmul(precision: str) -> dict[str, float]:
-    """GFLOP/s of square products, compiled by XLA and in TensorFlow's graph: the best of each."""
+    """Measure square products, compiled by XLA and in TensorFlow's graph: the best GFLOP/s each."""
 
     def product(a, b):
         return a @ b
@@ -99,7 +98,7 @@ def _matmul(precision: str) -> dict[str, float]:
         a, b = (tf.cast(tf.random.normal((size, size)), precision) for _ in range(2))
         for kind, function in kinds.items():
             function(a, b).numpy()
-            # One number is read, which waits for all of them and copies none.
+            # Reading one number waits for the whole product, and does not copy it.
             seconds = [
                 timed(lambda f=function, a=a, b=b: f(a, b)[0, 0].numpy())[1]
                 for _ in range(MATMUL_RUNS)

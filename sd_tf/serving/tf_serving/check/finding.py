@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check: one thing that would fail."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ WRITE_AGAIN = "write the folder again, or copy the file again"
 
 @dataclass(frozen=True)
 class Finding:
+    """A rule that a file of the folder breaks, what was found there, and how to mend it."""
+
     file: str
     rule: str
     found: str

@@ -1,4 +1,4 @@
-"""How compose.yaml and kubernetes.yaml start the server."""
+"""Check how compose.yaml and kubernetes.yaml start the server."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def check_server(folder: Path, server: Server) -> Iterator[Finding]:
             server.file,
             "the image's version is known, and able to compile for its device",
             f"{server.image}: {problem.rstrip('.')}",
-            "write the folder again with another --image_tag",
+            "write the folder again with another `image_tag`",
         )
     readers = {
         "model_config_file": configs.read_models_config,
@@ -89,7 +89,7 @@ def check_server(folder: Path, server: Server) -> Iterator[Finding]:
         if not path.is_relative_to(MOUNTED) or not (folder / path.relative_to(MOUNTED)).is_file():
             rule = f"the file of --{flag} is there"
             yield Finding(server.file, rule, f"no {place}", WRITE_AGAIN)
-        elif flag != "model_config_file":  # which is read anyway
+        elif flag != "model_config_file":  # models.config is checked elsewhere
             local = path.relative_to(MOUNTED)
             try:
                 read((folder / local).read_text(encoding="utf-8"))

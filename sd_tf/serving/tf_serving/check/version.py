@@ -1,4 +1,4 @@
-"""One version of a model: its SavedModel, its warm-up requests, its batching."""
+"""Check one version of a model: its SavedModel, its warm-up requests, its batching."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Version:
 
     component: str
     path: Path
-    file: str  # for findings
+    file: str  # its path as findings name it
 
 
 def check_version(version: Version, servers: list[Server], replay: bool) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def _operations(version: Version, graph, again: str) -> Iterator[Finding]:
 
 
 def _load(version: Version, graph, requests) -> Iterator[Finding]:
-    """Into a session, as the server's own loader: import the graph, restore the variables."""
+    """Load a version into a session, as the server does: import the graph, restore variables."""
     mend = "copy the version again, or export the component again"
     uses = any(node.op in ("VarHandleOp", "VariableV2") for node in graph.graph_def.node)
     index = "variables/variables.index"
@@ -81,7 +81,7 @@ def _load(version: Version, graph, requests) -> Iterator[Finding]:
         rule = "a graph with variables has their values"
         yield Finding(f"{version.file}/{index}", rule, "no such file", mend)
         return
-    tf.get_logger().setLevel("ERROR")  # or it says that this way of loading is deprecated
+    tf.get_logger().setLevel("ERROR")  # silences the warning that this loader is deprecated
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         try:
             tf.compat.v1.saved_model.load(session, [signatures.SERVE], str(version.path))
@@ -150,7 +150,7 @@ def _mismatch(request, graph) -> str | None:
 
 
 def _compiled(version, graph, requests, damaged: bool, servers) -> Iterator[Finding]:
-    """Compiled signatures and the server's flag belong together."""
+    """Check that compiled signatures are warmed up, and that the server's flags allow them."""
     compiled = signatures.compiled(graph)
     recorded = {request.model_spec.signature_name for request in requests}
     names = set(signatures.names(graph))
@@ -173,7 +173,7 @@ def _compiled(version, graph, requests, damaged: bool, servers) -> Iterator[Find
                 "--xla_cpu_compilation_enabled",
                 f"neither, and {version.file} warms up or has no plain twin of "
                 f"{', '.join(sorted(refused))}",
-                "add the flag, or write the folder with --no_xla",
+                "add the flag, or write the folder anew without XLA",
             )
 
 

@@ -1,0 +1,39 @@
+"""The embedded checkpoints: two tiny trained ones, which need no download."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from sd_tf.config import FAMILIES, PipelineConfig
+
+TINY, EDITOR = "tiny", "tiny-edit"
+EMBEDDED = {name: Path(__file__).parent / name for name in (TINY, EDITOR)}
+TINY_FOLDER = EMBEDDED[TINY]  # trained by `sd-tf train tiny`
+EDITOR_FOLDER = EMBEDDED[EDITOR]  # trained further, to follow instructions
+
+_SD1 = FAMILIES["sd1"]
+CONFIG = PipelineConfig(
+    {
+        "text_encoder": replace(
+            _SD1.text_encoders["text_encoder"],
+            hidden_size=96,
+            intermediate_size=384,
+            num_layers=3,
+            num_heads=4,
+        )
+    },
+    denoiser=replace(
+        _SD1.denoiser,
+        channels=(48, 96, 128),
+        num_heads=(2, 4, 4),
+        down_depths=((0,), (1,), (1,)),
+        mid_depth=1,
+        up_depths=((1, 1), (1, 1), (0, 0)),
+        context_dim=96,
+        sample_size=16,
+        norm_groups=16,
+    ),
+    autoencoder=replace(
+        _SD1.autoencoder, channels=(24, 48, 64), layers_per_block=1, norm_groups=8, sample_size=64
+    ),
+    schedule=replace(_SD1.schedule, prediction="v_prediction", sampler="ddim"),
+).check()

@@ -1,0 +1,73 @@
+"""Arguments that several commands share, each with one spelling and one help text."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+TOKEN_VARIABLE = "SD_TF_TOKEN"  # noqa: S105, its name alone
+TOKEN_EPILOG = f"A server's key or token is read from the environment variable {TOKEN_VARIABLE}."
+
+
+class Switch(argparse.Action):
+    """A flag and its opposite, spelled as absl spells them: --jit_compile and --nojit_compile."""
+
+    def __init__(self, option_strings, dest, default=False, help=None):
+        self.opposites = {f"--no{option.removeprefix('--')}" for option in option_strings}
+        super().__init__(
+            [*option_strings, *sorted(self.opposites)], dest, nargs=0, default=default, help=help
+        )
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, option_string not in self.opposites)
+
+
+def add_export_dir(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--export_dir", required=True, help="what `sd-tf export` wrote")
+
+
+def add_compile_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compile_cache", help="folder where XLA keeps compiled code")
+
+
+def add_jit_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jit_compile", action=Switch, default=True, help="run what XLA compiles (the default)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the figures")
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write the figures to the file of --json, where one was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parse whole numbers with commas between them."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"whole numbers with commas between. Received: {text!r}"
+        ) from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parse names with commas between them."""
+    return tuple(filter(None, text.split(",")))
+
+
+def token() -> str | None:
+    """Return the key for a server, which is not given by a flag: other users see those."""
+    return os.environ.get(TOKEN_VARIABLE)
+
+
+def report(text: str) -> None:
+    """Print a line of progress at once, also into a file."""
+    print(text, flush=True)

@@ -1,0 +1,41 @@
+"""`sd-tf bench peers`: compare our SavedModels with KerasCV, PyTorch, OpenVINO and JAX."""
+
+import argparse
+import sys
+
+from sd_tf.bench.peers import report, targets
+from sd_tf.bench.peers.engine import PEERS
+from sd_tf.bench.peers.measure import ComparisonOptions, failed, measure
+from sd_tf.cli.arguments import names, whole_numbers
+from sd_tf.cli.arguments import report as tell
+from sd_tf.cli.bench_options import add_models, add_out, add_work, read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = ComparisonOptions()
+    add_models(parser)
+    parser.add_argument(
+        "--sizes", type=whole_numbers, default=defaults.sizes, help="pixels (default: 256,512)"
+    )
+    parser.add_argument(
+        "--peers", type=names, default=PEERS, help=f"of {', '.join(PEERS)} (default: all)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=defaults.rounds, help="turns of each stage (default: 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=defaults.steps, help="of the timed pictures (default: 4)"
+    )
+    add_work(parser)
+    add_out(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    results = measure(read(ComparisonOptions, options), tell)
+    results["targets"] = targets.judged(results)
+    print(report.table(results))
+    if options.out is not None:
+        print(*report.write(results, options.out, "peers", report.page(results)), sep="\n")
+    for item in failed(results):
+        print(f"sd-tf bench peers: {item['label']} failed. {item['reason']}", file=sys.stderr)
+    return int(bool(failed(results)))

@@ -1,0 +1,30 @@
+"""`sd-tf bench training`: compare updates of a UNet's weights with PyTorch's."""
+
+import argparse
+
+from sd_tf.bench.peers import report, training
+from sd_tf.cli.arguments import names
+from sd_tf.cli.arguments import report as tell
+from sd_tf.cli.bench_options import add_out, add_work, read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = training.UpdateOptions()
+    parser.add_argument(
+        "--checkpoint", default=defaults.checkpoint, help="diffusers folder (default: tiny)"
+    )
+    parser.add_argument("--batch_size", type=int, default=defaults.batch_size)
+    parser.add_argument(
+        "--rounds", type=int, default=defaults.rounds, help="turns of each (default: 15)"
+    )
+    parser.add_argument("--engines", type=names, default=defaults.engines)
+    add_work(parser)
+    add_out(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    results = training.compare(read(training.UpdateOptions, options), tell)
+    print("\n" + training.table(results))
+    if options.out is not None:
+        print(report.write_json(results, options.out, "training"))
+    return 0

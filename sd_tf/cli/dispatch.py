@@ -1,0 +1,100 @@
+"""Commands and groups of commands; only the chosen command's module is imported.
+
+A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit
+status.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from sd_tf.cli.quiet import debugging, silence_libraries
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its module, one line about it, and the environment that its imports need."""
+
+    module: str
+    summary: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands that share a first word."""
+
+    summary: str
+    commands: Mapping[str, Command]
+
+
+def dispatch(
+    program: str, about: str, commands: Mapping[str, Command | Group], argv: Sequence[str]
+) -> int:
+    """Parse the arguments, run the command that they name, and return its exit status."""
+    silence_libraries()
+    parser = argparse.ArgumentParser(prog=program, description=about)
+    chosen, its_parser = _add(parser, commands, list(argv))
+    options = parser.parse_args(argv)
+    return run_reported(chosen, options, its_parser.prog, flags_of(its_parser))
+
+
+def run_reported(
+    command: ModuleType, options: argparse.Namespace, program: str, flags: Mapping[str, str]
+) -> int:
+    """Run the command; report errors that a user can mend as a message and exit status 1.
+
+    Ctrl+C ends a command with the status that shells give it.
+    """
+    try:
+        return command.run(options)
+    except KeyboardInterrupt:
+        if debugging():
+            raise
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:  # SdTfError is a ValueError
+        if debugging():
+            raise
+        print(f"{program}: {message(error, flags)}", file=sys.stderr)
+        return 1
+
+
+def message(error: Exception, flags: Mapping[str, str]) -> str:
+    """Return the error's message, with parameters replaced by the flags that set them."""
+    text = str(error)
+    parameter = getattr(error, "parameter", None)
+    if parameter in flags:
+        text = text.replace(parameter, flags[parameter], 1)
+    return re.sub(r"`(\w+)`", lambda found: flags.get(found[1], found[0]), text)
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the flag for each parameter: an argument's `dest` is the parameter's name."""
+    return {a.dest: a.option_strings[0] for a in parser._actions if a.option_strings}
+
+
+def _add(parser, commands: Mapping[str, Command | Group], argv: list[str]):
+    """Add all commands to the parser; return the chosen one's module and its parser, complete."""
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    chosen = None, parser
+    for name, entry in commands.items():
+        sub = parsers.add_parser(name, help=entry.summary, description=entry.summary)
+        if name not in argv[:1]:
+            continue
+        if isinstance(entry, Group):
+            chosen = _add(sub, entry.commands, argv[1:])
+        else:
+            for variable, value in entry.environment.items():
+                os.environ.setdefault(variable, value)
+            chosen = importlib.import_module(entry.module), sub
+            chosen[0].add_arguments(sub)
+    return chosen

@@ -1,0 +1,122 @@
+"""Which pictures a command makes and where it puts them, wherever the models run."""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sd_tf.cli.parameters import add_parameters, given
+from sd_tf.cli.progress import Progress
+from sd_tf.files import atomic
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.chain import Chain
+from sd_tf.runtime.pictures import PictureError, contact_sheet, open_picture
+from sd_tf.runtime.png import metadata, png_bytes, read_parameters
+from sd_tf.runtime.request import read_request
+
+CONTACT_SHEET = "contact_sheet.png"
+LISTED = 10  # of the pictures that are missing
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for pictures and their folder, which all commands that draw share."""
+    add_parameters(parser, prompt="what to make: one picture for each prompt, times --count")
+    parser.add_argument(
+        "--count", type=int, default=1, help="pictures for each prompt (default: 1)"
+    )
+    parser.add_argument("--out", default="out", help="folder for the pictures (default: out)")
+    parser.add_argument("--from_png", help="repeat the picture in this file; options override it")
+
+
+def read_wanted(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters given by the options and --from_png, with opened pictures."""
+    if not options.prompt and not options.from_png:
+        raise ValueError("Give a prompt, or --from_png.")
+    if options.count < 1:
+        raise ValueError(f"--count is at least 1. Received: {options.count}")
+    parameters, needed = read_parameters(options.from_png) if options.from_png else ({}, [])
+    parameters |= given(options)
+    if missing := [name for name in needed if name not in parameters]:
+        raise ValueError(
+            f"{options.from_png} was made with {' and '.join(needed)}; to repeat it, give "
+            f"{', '.join('--' + name for name in missing)} again."
+        )
+    prompts = parameters["prompt"]
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    parameters["prompt"] = [prompt for prompt in prompts for _ in range(options.count)]
+    for name, known in Call.parameters().items():
+        if known.is_file and name in parameters:
+            parameters[name] = _opened(parameters[name])
+    return parameters
+
+
+def _opened(path: str) -> Image.Image:
+    try:
+        return open_picture(path)
+    except PictureError as error:
+        raise ValueError(f"{path}: {error}.") from error
+
+
+def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = True) -> None:
+    """Make the pictures, save each batch as soon as it is done, and print the files' paths.
+
+    An error or Ctrl+C leaves the saved pictures in place, and the missing ones are listed.
+    """
+    each = read_request(chain.manifest, Call.of(**wanted)).each
+    size, images, timings = chain.manifest.batch_size, [], Counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with Progress(math.ceil(len(each) / size), "batches") as bar:
+            watch = following(bar) if progress else None
+            for start in range(0, len(each), size):
+                calls = each[start : start + size]
+                result = chain(**Call.joined(calls).given(), callback=watch)
+                for call, image in zip(calls, result.images, strict=True):
+                    path = _unused(folder, str(call.seed))
+                    atomic.write(path, png_bytes(image, metadata(call, chain.manifest)))
+                    images.append(image)
+                    print(path, flush=True)
+                timings.update(result.timings)
+    finally:
+        if missing := each[len(images) :]:
+            print(_missing(missing, len(each), folder), file=sys.stderr)
+    if len(images) > 1:
+        contact_sheet(np.stack(images)).save(folder / CONTACT_SHEET)
+        print(folder / CONTACT_SHEET)
+    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in timings.items()))
+
+
+def _missing(missing: Sequence[Call], count: int, folder: Path) -> str:
+    """Say how many pictures were saved, and list the first of the missing ones."""
+    lines = [f"{count - len(missing)} of {count} pictures were saved in {folder}. Missing:"]
+    lines += [f"  seed {call.seed}: {call.prompt}" for call in missing[:LISTED]]
+    if len(missing) > LISTED:
+        lines.append(f"  and {len(missing) - LISTED} more")
+    return "\n".join(lines)
+
+
+def _unused(folder: Path, name: str) -> Path:
+    """Return a path of that name, with a number behind it where there is such a file already."""
+    path, number = folder / f"{name}.png", 1
+    while path.exists():
+        path = folder / f"{name}-{number}.png"
+        number += 1
+    return path
+
+
+def following(bar: Progress) -> Callable[[int, int, Any], None]:
+    """Return a chain's callback that moves the bar, by a share of a batch at a time."""
+    finished = 0
+
+    def follow(done: int, calls: int, latents) -> None:
+        nonlocal finished
+        bar.reach(finished + done / calls)
+        finished += done == calls
+
+    return follow

@@ -1,0 +1,71 @@
+"""`sd-tf export`: write a checkpoint as SavedModels, verified before publication."""
+
+import argparse
+import sys
+import time
+
+from sd_tf.cli.options import EXPORT
+from sd_tf.cli.options import add_arguments as add_options
+from sd_tf.config import family_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, EXPORT)
+
+
+def run(options: argparse.Namespace) -> int:
+    from sd_tf.checkpoints import EMBEDDED
+    from sd_tf.export import ExportOptions, export
+    from sd_tf.weights import open_checkpoint
+
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(
+        EMBEDDED.get(options.checkpoint, options.checkpoint),
+        family=options.family,
+        scheduler=options.scheduler,
+        variant=options.variant,
+        revision=options.revision,
+        ema=options.ema,
+    )
+    print(f"{checkpoint.source}: {checkpoint.format}, {family_of(checkpoint.config)}", flush=True)
+    manifest = export(
+        checkpoint,
+        options.output_dir,
+        ExportOptions(
+            batch_size=options.batch_size,
+            height=options.height,
+            width=options.width,
+            precision=options.precision,
+            max_steps=options.max_steps,
+            guidance=options.guidance,
+            guidance_rescale=options.guidance_rescale,
+            jit_compile_text_encoder=options.jit_compile_text_encoder,
+            target=options.target,
+            disabled_rewrites=options.disable_rewrites,
+            components=options.components,
+            verify=options.verify,
+            overwrite=options.overwrite,
+        ),
+        progress(start),
+    )
+    target = manifest.components[options.components[0]].target
+    print(
+        f"{options.output_dir}: {manifest.batch_size} × {manifest.height}×{manifest.width} px, "
+        f"{manifest.precision}, up to {manifest.max_steps} steps, for a {target}, "
+        f"in {time.perf_counter() - start:.1f} s"
+    )
+    return 0
+
+
+def progress(start: float):
+    """Report a line for each finished component; on a terminal, also the work in progress."""
+    live = sys.stdout.isatty()
+
+    def report(component, text):
+        line = f"[{time.perf_counter() - start:7.1f} s] {component}: {text}"
+        if text.startswith("done"):
+            print(f"\r{line:<100}" if live else line, flush=True)
+        elif live:
+            print(f"\r{line:<100}", end="", flush=True)
+
+    return report

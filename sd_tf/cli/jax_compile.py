@@ -1,0 +1,152 @@
+"""`sd-tf jax compile`: compile a pipeline for this machine, or for a TPU slice elsewhere."""
+
+import argparse
+import itertools
+import time
+
+import jax
+
+from sd_tf.cli.arguments import add_json, write_json
+from sd_tf.components.geometry import PRECISIONS, Fixed, geometry_of
+from sd_tf.config import FAMILIES, family_of
+from sd_tf.jax import chips
+from sd_tf.jax import compile as ahead
+from sd_tf.jax.sharding import check_mesh, make_mesh
+from sd_tf.runtime.manifest import ExportError
+from sd_tf.weights import Checkpoint, open_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", help="as for `sd-tf export`; with its weights")
+    source.add_argument("--family", choices=FAMILIES, help="an architecture, from shapes alone")
+    parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: this machine's")
+    parser.add_argument(
+        "--topology",
+        type=_listed(str),
+        default=[],
+        help="a TPU slice, like v5e:2x2, that need not be here; several with --sweep",
+    )
+    parser.add_argument("--batch_size", type=_listed(int), default=[], help="several with --sweep")
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
+    parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument(
+        "--guidance", choices=("classifier_free", "none"), default="classifier_free"
+    )
+    parser.add_argument("--guidance_rescale", type=float, default=0.0)
+    parser.add_argument("--model_axis", type=int, default=1, help="devices that share one UNet")
+    parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
+    parser.add_argument("--out", dest="output_dir", help="folder for the compiled pipeline")
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument(
+        "--sweep", action="store_true", help="a table over topologies and batches, nothing kept"
+    )
+    add_json(parser)
+
+
+def _listed(kind):
+    def parse(text):
+        return [kind(part) for part in text.split(",")]
+
+    return parse
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.sweep == bool(options.output_dir):
+        raise ExportError("Give --out for a compiled pipeline, or --sweep for a table of figures.")
+    if not options.sweep and max(len(options.topology), len(options.batch_size)) > 1:
+        raise ExportError("Several topologies or batch sizes are for --sweep.")
+    if bool(options.topology) != (options.platform == "tpu") and options.platform is not None:
+        raise ExportError("--platform=tpu takes a --topology, like v5e:2x2; the others take none.")
+    checkpoint = _checkpoint(options)
+    results = [
+        _one(options, checkpoint, topology, batch)
+        for topology, batch in itertools.product(
+            options.topology or [None], options.batch_size or [None]
+        )
+    ]
+    write_json(options.json, results)
+    rows = [result["row"] for result in results if result["row"] is not None]
+    if rows:
+        print(f"\n{options.num_steps} steps, {options.precision}; the rest of a call, and of the")
+        print("hardware, is not in the estimate: time = max(arithmetic, memory) at published peaks")
+        print()
+        print(chips.table("slice, batch", "weights", "image", "a call", rows))
+    return 0
+
+
+def _checkpoint(options) -> Checkpoint:
+    if options.checkpoint is not None:
+        return open_checkpoint(options.checkpoint)
+    name = f"the family {options.family}"
+    return Checkpoint(name, name, "shapes alone", FAMILIES[options.family], {})
+
+
+def _one(options, checkpoint, topology, batch) -> dict:
+    devices = _devices(options.platform, topology)
+    mesh = make_mesh(devices, options.model_axis)
+    fixed = Fixed(
+        batch_size=len(devices) // options.model_axis if batch is None else batch,
+        height=options.height,
+        width=options.width,
+        precision=options.precision,
+        max_steps=options.max_steps,
+        guidance=options.guidance,
+        guidance_rescale=options.guidance_rescale,
+    )
+    label = f"{topology or devices[0].device_kind}, {fixed.batch_size}"
+    print(f"{label}: {family_of(checkpoint.config)}, {len(devices)} devices", flush=True)
+    reports, start = {}, time.perf_counter()
+
+    def report(name, figures):
+        reports[name] = figures
+        trace, compilation = figures["trace_seconds"], figures["compile_seconds"]
+        took = f"traced in {trace:.1f} s, compiled in {compilation:.1f} s"
+        print(f"[{time.perf_counter() - start:7.1f} s] {name}: {took}", flush=True)
+
+    if options.sweep:
+        geometry_of(checkpoint.config, fixed)
+        check_mesh(mesh, fixed.batch_size)
+        parts = ahead.components(checkpoint, fixed, mesh)
+        try:
+            for name in chips.runs_of(calls=1):
+                component, endpoint = name.split(".")
+                _, signature = ahead.compile_endpoint(
+                    parts[component], endpoint, mesh, fixed.batch_size
+                )
+                report(name, signature.report)
+        except chips.DoesNotFitError as error:
+            print(f"{name}: {error}", flush=True)
+            row = chips.no_row(label)
+            return {"label": label, "topology": topology, "programs": reports, "row": row}
+        calls = parts["diffusion_model"].component.tables.calls_by_sampler()
+    else:
+        manifest = ahead.compile_pipeline(
+            checkpoint,
+            fixed,
+            mesh,
+            options.output_dir,
+            topology=topology,
+            overwrite=options.overwrite,
+            report=report,
+        )
+        calls = {name: scheduler.calls for name, scheduler in manifest.schedulers.items()}
+        print(f"{options.output_dir}: {label}, {time.perf_counter() - start:.1f} s")
+    row = None
+    if topology is not None:
+        chip = chips.chip_of(topology)
+        calls = calls[checkpoint.config.schedule.sampler][options.num_steps - 1]
+        found = chips.outlook(reports, chip, chips.runs_of(calls))
+        row = chips.row(label, found, chip, fixed.batch_size, len(devices))
+    return {"label": label, "topology": topology, "programs": reports, "row": row}
+
+
+def _devices(platform: str | None, topology: str | None) -> list[jax.Device]:
+    if topology is not None:
+        return chips.slice_devices(topology)
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        raise ExportError(f"This machine has no {platform}: {error}") from error

@@ -1,0 +1,117 @@
+"""The table of the commands of `sd-tf`."""
+
+import sys
+from collections.abc import Sequence
+
+from sd_tf.cli.dispatch import Command, Group, dispatch
+
+TENSORFLOW = {"KERAS_BACKEND": "tensorflow"}
+JAX = {"KERAS_BACKEND": "jax"}
+
+COMMANDS = {
+    "export": Command(
+        "sd_tf.cli.export", "write a checkpoint as SavedModels, verified", TENSORFLOW
+    ),
+    "benchmark": Command(
+        "sd_tf.cli.benchmark", "time an export, and KerasCV's pipeline beside it", TENSORFLOW
+    ),
+    "generate": Command("sd_tf.cli.generate", "make pictures with an export", TENSORFLOW),
+    "weights": Command("sd_tf.cli.weights", "describe a checkpoint; tell whether it would load"),
+    "checkpoints": Command(
+        "sd_tf.cli.checkpoints", "write a random checkpoint of a real release's size"
+    ),
+    "serve": Group(
+        "put exports behind a server",
+        {
+            "ray": Command("sd_tf.cli.serve_ray", "serve an export with Ray Serve, and its page"),
+            "tf_serving": Command(
+                "sd_tf.cli.serve_tf_serving", "write a folder for TensorFlow Serving, or check one"
+            ),
+            "client": Command("sd_tf.cli.serve_client", "make pictures with a server's models"),
+            "batch": Command(
+                "sd_tf.cli.serve_batch", "make the pictures of a file of prompts, on Ray"
+            ),
+            "load": Command("sd_tf.cli.serve_load", "measure the load that an application takes"),
+        },
+    ),
+    "train": Group(
+        "train, write training data, and measure what was trained",
+        {
+            "tiny": Command("sd_tf.cli.train_tiny", "train the embedded checkpoint anew"),
+            "text_to_image": Command(
+                "sd_tf.cli.train_text_to_image", "fine-tune a checkpoint on captioned pictures"
+            ),
+            "instruct_pix2pix": Command(
+                "sd_tf.cli.train_instruct_pix2pix",
+                "teach a checkpoint to follow instructions, from pairs of pictures",
+            ),
+            "memory": Command(
+                "sd_tf.cli.train_memory",
+                "estimate fine-tuning's memory and time on a TPU slice, without the slice",
+                JAX,
+            ),
+            "eval": Command(
+                "sd_tf.cli.train_eval", "measure how often an export draws what a prompt asks for"
+            ),
+            "eval_edits": Command(
+                "sd_tf.cli.train_eval_edits",
+                "measure how often an export edits as instructed, and changes no more",
+            ),
+            "edit_pairs": Command(
+                "sd_tf.cli.train_edit_pairs",
+                "write the tiny world's edits as parquet: pairs with a known truth",
+            ),
+        },
+    ),
+    "jax": Group(
+        "compile ahead of time, and draw with what was compiled",
+        {
+            "compile": Command(
+                "sd_tf.cli.jax_compile",
+                "compile a checkpoint for this machine, or for a TPU slice elsewhere",
+                JAX,
+            ),
+            "generate": Command(
+                "sd_tf.cli.jax_generate", "make pictures with what was compiled", JAX
+            ),
+        },
+    ),
+    "bench": Group(
+        "measure exports beside other engines",
+        {
+            "peers": Command(
+                "sd_tf.cli.bench_peers",
+                "compare with KerasCV, PyTorch, OpenVINO and JAX on the same weights",
+                TENSORFLOW,
+            ),
+            "scaling": Command(
+                "sd_tf.cli.bench_scaling",
+                "measure pictures per second by batch and size",
+                TENSORFLOW,
+            ),
+            "training": Command(
+                "sd_tf.cli.bench_training",
+                "compare the trainer's examples per second with PyTorch's, on the same UNet",
+                TENSORFLOW,
+            ),
+            "starts": Command(
+                "sd_tf.cli.bench_starts",
+                "measure an export's start-up with and without a cache, and the host's share",
+                TENSORFLOW,
+            ),
+            "soak": Command(
+                "sd_tf.cli.bench_soak",
+                "kill the Ray application's replicas and replace its export, under load",
+                TENSORFLOW,
+            ),
+        },
+    ),
+}
+
+
+ABOUT = "Stable Diffusion as XLA-compiled SavedModels: export, draw, measure, serve, train."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    return dispatch("sd-tf", ABOUT, COMMANDS, sys.argv[1:] if argv is None else argv)

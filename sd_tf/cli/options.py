@@ -1,0 +1,168 @@
+"""Options of `export` and `benchmark`, described once for `sd-tf` and for the top-level scripts.
+
+`sd-tf` reads them with argparse, `serialize_savedmodels.py` and `benchmark.py` with absl.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from absl import flags
+
+from sd_tf.bench.plan import DEFAULT_PROMPT
+from sd_tf.cli.arguments import Switch, names
+from sd_tf.config import FAMILIES, SAMPLERS
+
+flags.disclaim_key_flags()  # `--help` shows them as the script's own
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+TARGETS = ("cpu", "gpu", "tpu")
+COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
+EXPORT_DIR = "exports/tiny"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag: its name in the scripts, default, help, and kind of value."""
+
+    name: str
+    default: Any
+    help: str
+    kind: type = str  # tuple: names with commas between them
+    choices: Sequence[str] | None = None
+    spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
+
+
+EXPORT = (
+    Option(
+        "checkpoint",
+        "tiny",
+        "Diffusers folder, .safetensors file, Hugging Face Hub id, kerascv:sd1.4, kerascv:sd2.1, "
+        "kerascv:FOLDER, or an embedded one: tiny draws scenes, tiny-edit changes them as "
+        "instructed.",
+    ),
+    Option("output_dir", EXPORT_DIR, "Folder of the export.", spelling="out"),
+    Option("batch_size", 1, "Pictures per call.", int),
+    Option("height", None, "Pixels. Default: the size that the model was made for.", int),
+    Option("width", None, "Pixels. Default: the size that the model was made for.", int),
+    Option("precision", "float32", "The models' precision.", choices=PRECISIONS),
+    Option("max_steps", 100, "The most steps that a call can ask for.", int),
+    Option(
+        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
+    ),
+    Option(
+        "guidance",
+        "classifier_free",
+        "none: one model call per step, for Turbo and LCM checkpoints.",
+        choices=("classifier_free", "none"),
+    ),
+    Option("guidance_rescale", 0.0, "0…1: pulls guided contrast back to the unguided one.", float),
+    Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
+    Option(
+        "target",
+        None,
+        "Hardware to write the compiled graphs for; it is compared when they are loaded. Default: "
+        "the best device of this machine, so give gpu to export on a CPU for a GPU.",
+        choices=TARGETS,
+    ),
+    Option(
+        "disable_rewrites",
+        (),
+        "The target's rewrites to leave out. See docs/performance.md.",
+        tuple,
+    ),
+    Option(
+        "components",
+        COMPONENTS,
+        "What to export; fewer than all replace those of an existing export.",
+        tuple,
+    ),
+    Option(
+        "verify",
+        "full",
+        "Compare SavedModels with the models: full: plain and compiled; fast: plain alone.",
+        choices=("full", "fast", "off"),
+    ),
+    Option("overwrite", False, "Replace an existing export.", bool),
+    Option("family", None, "The family of a single SD2 file.", choices=tuple(FAMILIES)),
+    Option("variant", None, "Which weights of a folder or of the Hub: fp16, non_ema."),
+    Option("revision", None, "Branch, tag or commit on the Hub."),
+    Option("ema", False, "Take a single file's averaged UNet weights.", bool),
+)
+
+BENCHMARK = (
+    Option(
+        "export_dir",
+        None,
+        f"Folder of the export. Default: {EXPORT_DIR}, made on first use.",
+    ),
+    Option("jit_compile", False, "Run what XLA compiles; else the plain signatures.", bool),
+    Option("kerascv", False, "Measure KerasCV's own pipeline instead.", bool),
+    Option("all", False, "KerasCV and the SavedModels, each without and with XLA, in turn.", bool),
+    Option(
+        "random_weights",
+        False,
+        "KerasCV's architecture with random weights: needs no network.",
+        bool,
+    ),
+    Option("prompt", DEFAULT_PROMPT, "The same for every picture of the batch."),
+    Option("num_steps", 50, "Steps of the timed runs and of the call before them.", int),
+    Option("repeat", 3, "Timed runs; from 20 on there is a 95th percentile.", int),
+    Option("scheduler", None, "Default: the export's own; beside KerasCV, its method (kerascv)."),
+    Option("guidance_scale", 7.5, "How closely to follow the prompt.", float),
+    Option("seed", 0, "Seed of the first picture; the next ones count up.", int),
+    Option("batch_size", None, "KerasCV's without an export. Default: 1.", int),
+    Option("height", None, "KerasCV's without an export. Default: 512.", int),
+    Option("width", None, "KerasCV's without an export. Default: 512.", int),
+    Option("compile_cache", None, "Folder where XLA keeps compiled code."),
+    Option(
+        "output",
+        None,
+        "Folder, or file name without its end, for the .json and the .html report.",
+        spelling="out",
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Add the options to an argparse parser."""
+    for option in options:
+        flag_names = [f"--{name}" for name in (option.spelling, option.name) if name is not None]
+        kind = {"action": Switch} if option.kind is bool else {"type": option.kind}
+        if option.kind is tuple:
+            kind = {"type": names, "metavar": "NAME,NAME"}
+        if option.choices is not None:
+            kind = {"choices": option.choices}
+        parser.add_argument(
+            *flag_names, dest=option.name, default=option.default, help=option.help, **kind
+        )
+
+
+def define_flags(options: Sequence[Option], values: flags.FlagValues = flags.FLAGS) -> None:
+    """Define the options as absl flags."""
+    for option in options:
+        given = option.name, option.default
+        if option.choices is not None:
+            flags.DEFINE_enum(*given, list(option.choices), option.help, values)
+        elif option.kind is tuple:
+            flags.DEFINE_list(option.name, list(option.default), option.help, values)
+        else:
+            define = {
+                str: flags.DEFINE_string,
+                int: flags.DEFINE_integer,
+                float: flags.DEFINE_float,
+                bool: flags.DEFINE_bool,
+            }[option.kind]
+            define(*given, option.help, flag_values=values)
+        if option.spelling is not None:
+            flags.DEFINE_alias(option.spelling, option.name, values)
+
+
+def parsed_flags(
+    options: Sequence[Option], values: flags.FlagValues = flags.FLAGS
+) -> argparse.Namespace:
+    """Return the values that absl parsed, as argparse would."""
+    parsed = {option.name: values[option.name].value for option in options}
+    lists = {o.name: tuple(parsed[o.name]) for o in options if o.kind is tuple}
+    return argparse.Namespace(**parsed | lists)

@@ -1,0 +1,29 @@
+"""`sd-tf serve load --url http://…`: measure how much load an application takes."""
+
+import argparse
+import dataclasses
+
+from sd_tf.cli.arguments import TOKEN_EPILOG, add_json, report, token, write_json
+from sd_tf.serving.load import LoadOptions, measure_load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = LoadOptions()
+    parser.add_argument("--url", default=defaults.url, help="of the application")
+    parser.add_argument("--clients", type=int, nargs="+", default=defaults.clients)
+    parser.add_argument(
+        "--seconds", type=float, default=defaults.seconds, help="for each number of clients"
+    )
+    parser.add_argument("--prompt", default=defaults.prompt)
+    parser.add_argument("--num_steps", type=int, default=defaults.num_steps)
+    parser.add_argument("--guidance_scale", type=float, default=defaults.guidance_scale)
+    add_json(parser)
+    parser.epilog = TOKEN_EPILOG
+
+
+def run(options: argparse.Namespace) -> int:
+    names = [field.name for field in dataclasses.fields(LoadOptions) if field.name != "token"]
+    chosen = LoadOptions(**{name: getattr(options, name) for name in names}, token=token())
+    records = measure_load(chosen, report)
+    write_json(options.json, records)
+    return int(any(record["wrong"] or record["failed"] for record in records))

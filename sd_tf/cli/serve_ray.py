@@ -1,0 +1,228 @@
+"""`sd-tf serve ray --export_dir …`: run the Ray Serve application."""
+
+import argparse
+import os
+import signal
+import threading
+from pathlib import Path
+
+from sd_tf.cli.arguments import (
+    Switch,
+    add_compile_cache,
+    add_export_dir,
+    add_jit_compile,
+)
+from sd_tf.runtime.compile_cache import for_workers
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.serving.errors import ServingError
+from sd_tf.serving.ray_app.access import read_key, read_origin
+from sd_tf.serving.ray_app.settings import Scale, Settings
+
+DEFAULTS = Settings(export_dir="")
+EPILOG = """\
+--replicas diffusion_model=1-4 scales between 1 and 4 with the load, decoder=2 keeps two; the
+deployments are front, text_encoder, diffusion_model, decoder and image_encoder. On a cluster the
+export folder and sd_tf have to be at the same place on every node.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    add_export_dir(parser)
+    parser.add_argument("--address", help="of a Ray cluster, or auto (default: a Ray of its own)")
+    parser.add_argument("--detach", action="store_true", help="with --address: deploy and return")
+    parser.add_argument(
+        "--host", default=DEFAULTS.host, help="for HTTP and gRPC; 0.0.0.0: all interfaces"
+    )
+    parser.add_argument("--http_port", type=int, default=DEFAULTS.http_port)
+    parser.add_argument("--grpc_port", type=int, default=DEFAULTS.grpc_port)
+    parser.add_argument(
+        "--allow_origin",
+        action="append",
+        default=[],
+        metavar="https://HOST",
+        help="a name of this server, or another site whose pages may call it; may be repeated",
+    )
+    parser.add_argument(
+        "--api_key_file", metavar="FILE", help="its key is needed for all calls over HTTP and gRPC"
+    )
+    parser.add_argument("--metrics_port", type=int, help="for Prometheus (default: Ray chooses)")
+    for name, unit in (("replicas", "N or MIN-MAX"), ("cpus", "NUMBER"), ("gpus", "NUMBER")):
+        parser.add_argument(
+            f"--{name}", action="append", default=[], metavar=f"DEPLOYMENT={unit}", type=_pair
+        )
+    add_jit_compile(parser)
+    add_compile_cache(parser)
+    parser.add_argument(
+        "--warm_up_all",
+        action="store_true",
+        help="also compile what only TensorFlow Serving's clients call (seeded, from_noise, …)",
+    )
+    parser.add_argument("--num_steps", type=int, default=DEFAULTS.num_steps, help="when not asked")
+    parser.add_argument("--guidance_scale", type=float, default=DEFAULTS.guidance_scale)
+    parser.add_argument(
+        "--max_queue", type=int, default=DEFAULTS.max_queue, help="waiting pictures"
+    )
+    parser.add_argument("--max_count", type=int, default=DEFAULTS.max_count, help="of one call")
+    parser.add_argument(
+        "--max_body", type=int, default=DEFAULTS.max_body, help="MiB of a TensorFlow Serving call"
+    )
+    parser.add_argument("--batch_wait", type=float, default=DEFAULTS.batch_wait, help="seconds")
+    parser.add_argument("--timeout", type=float, default=DEFAULTS.timeout, help="seconds of a call")
+    parser.add_argument("--examples", help="text file: prompts that the page offers")
+    parser.add_argument(
+        "--watch", action=Switch, default=True, help="serve a newer export as soon as it is there"
+    )
+    parser.add_argument(
+        "--keep_old",
+        type=float,
+        default=DEFAULTS.keep_old,
+        help="seconds that an export can still be called after a newer one was taken up",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    settings = read_settings(options)
+    try:
+        import ray
+        from ray import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error}: pip install 'sd_tf[serve]'.") from error
+    from sd_tf.serving.ray_app.application import NAME, build, with_scales
+    from sd_tf.serving.ray_app.listen import address, check_free
+    from sd_tf.serving.ray_app.start import deploy, nodes_of, unplaceable, unused_gpus
+
+    application = build(settings)
+    scales = with_scales(settings, list(Manifest.read(settings.export_dir).components)).scales
+    if options.address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        check_free(settings.host, settings.http_port, settings.grpc_port)
+        where = {
+            "address": "local",
+            "include_dashboard": False,
+            "_metrics_export_port": options.metrics_port,
+        }
+    else:
+        where = {"address": options.address}
+    is_ready = False
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+        ray.init(**where, log_to_driver=False)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
+        if options.address is not None and NAME not in serve.status().applications:
+            # Its fronts would share the ports with new ones.
+            check_free(settings.host, settings.http_port, settings.grpc_port)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        problems = unplaceable(scales, nodes)
+        if problems and options.address is None:  # this Ray will not grow
+            raise ServingError(f"{'; '.join(problems)}. Lower --cpus or --gpus, or give --address.")
+        for problem in problems:
+            _say(f"waiting for a node: {problem}")
+        if unused_gpus(scales, nodes):
+            _say(
+                "the models run on the CPU: there is a GPU, but no deployment reserves a part of "
+                "it (--gpus diffusion_model=0.7 --gpus decoder=0.1 …)"
+            )
+        serve.start(proxy_location="Disabled")  # the fronts listen themselves
+        _say("loading and compiling …")
+        fronts = nodes_of(deploy(application, NAME, _say))
+        is_ready = True
+        _say(
+            f"the page: http://{address(settings.host, settings.http_port)}   TensorFlow "
+            f"Serving's API: grpc://{address(settings.host, settings.grpc_port)}   "
+            f"on {', '.join(fronts)}"
+        )
+        if not options.detach:
+            threading.Event().wait()
+    except (KeyboardInterrupt, SystemExit):  # the second is Ray's, while it starts
+        # A Ray of its own ends with what has started; on a cluster it would stay.
+        is_theirs = options.address is not None and ray.is_initialized()
+        if (is_ready or is_theirs) and NAME in serve.status().applications:
+            serve.delete(NAME)
+        if not is_ready:
+            _say("stopped before the application was ready")
+            return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def read_settings(options: argparse.Namespace) -> Settings:
+    if options.detach and options.address is None:
+        raise ValueError("--detach goes with --address: a Ray of its own ends with this command.")
+    if options.address is not None and options.metrics_port is not None:
+        raise ValueError(
+            "--metrics_port goes without --address: a cluster's is set by `ray start "
+            "--metrics-export-port`."
+        )
+    for name in ("max_queue", "max_count", "max_body", "num_steps"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} is at least 1. Received: {getattr(options, name)}")
+    for name in ("batch_wait", "timeout", "keep_old"):
+        if not getattr(options, name) >= 0:
+            raise ValueError(f"--{name} is at least 0. Received: {getattr(options, name)}")
+    Manifest.read(options.export_dir)
+    examples = ()
+    if options.examples is not None:
+        lines = Path(options.examples).read_text(encoding="utf-8").splitlines()
+        examples = tuple(line.strip() for line in lines if line.strip())
+    return Settings(
+        export_dir=str(Path(options.export_dir).resolve()),
+        host=options.host,
+        http_port=options.http_port,
+        grpc_port=options.grpc_port,
+        allow_origin=tuple(read_origin(origin) for origin in options.allow_origin),
+        api_key_hash=None if options.api_key_file is None else read_key(options.api_key_file),
+        jit_compile=options.jit_compile,
+        compile_cache=for_workers(options.compile_cache, are_here=options.address is None),
+        warm_up_all=options.warm_up_all,
+        scales=read_scales(options),
+        max_queue=options.max_queue,
+        batch_wait=options.batch_wait,
+        max_count=options.max_count,
+        max_body=options.max_body,
+        num_steps=options.num_steps,
+        guidance_scale=options.guidance_scale,
+        timeout=options.timeout,
+        examples=examples,
+        watch=DEFAULTS.watch if options.watch else 0.0,
+        keep_old=options.keep_old,
+    )
+
+
+def read_scales(options: argparse.Namespace) -> dict[str, Scale]:
+    """Return a scale for every deployment that the options name."""
+    replicas, cpus, gpus = dict(options.replicas), dict(options.cpus), dict(options.gpus)
+    scales = {}
+    for name in {**replicas, **cpus, **gpus}:
+        least, _, most = replicas.get(name, "1").partition("-")
+        try:
+            least, most = int(least), int(most or least)
+            reserved = {
+                "cpus": float(cpus.get(name, _cpus(name))),
+                "gpus": float(gpus.get(name, 0)),
+            }
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}. {EPILOG}") from error
+        if not 1 <= least <= most or min(reserved.values()) < 0:
+            raise ValueError(
+                f"{name} has 1 or more replicas, MIN not above MAX, and reserves nothing below 0. "
+                f"Received: {least}-{most}, {reserved}"
+            )
+        scales[name] = Scale(least, most, **reserved)
+    return scales
+
+
+def _cpus(name: str) -> float:
+    return 1.0 if name == "diffusion_model" else Scale.cpus
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise argparse.ArgumentTypeError(f"takes DEPLOYMENT=VALUE. Received: {text!r}")
+    return name, value

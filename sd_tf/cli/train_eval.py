@@ -1,0 +1,17 @@
+"""`sd-tf train eval --export_dir …`: measure how often a prompt is drawn right."""
+
+import argparse
+
+from sd_tf.cli.train_measuring import add_measuring, measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_measuring(parser)
+    parser.add_argument("--prompts", type=int, default=250, help="in each of the four groups")
+    parser.add_argument("--negative_prompts", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    from sd_tf.training.evaluate import EvaluationOptions, evaluate
+
+    return measure(evaluate, EvaluationOptions, options)

@@ -1,0 +1,18 @@
+"""`sd-tf train eval_edits --export_dir …`: measure how often it edits as instructed."""
+
+import argparse
+
+from sd_tf.cli.train_measuring import add_measuring, measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_measuring(parser)
+    parser.add_argument("--pairs", type=int, default=500, help="of each split")
+    parser.add_argument("--image_guidance_scale", type=float, default=1.5)
+    parser.add_argument("--more_image_guidance", type=float, nargs="*", default=[], metavar="SCALE")
+
+
+def run(options: argparse.Namespace) -> int:
+    from sd_tf.training.evaluate_edits import EditEvaluationOptions, evaluate
+
+    return measure(evaluate, EditEvaluationOptions, options)

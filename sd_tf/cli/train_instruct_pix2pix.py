@@ -1,0 +1,73 @@
+"""`sd-tf train instruct_pix2pix --checkpoint … --data … --out RUN`: teach a checkpoint to edit."""
+
+import argparse
+import dataclasses
+
+from sd_tf.cli.arguments import report
+from sd_tf.cli.train_run import (
+    add_hosts,
+    add_run,
+    add_settings,
+    picture_size,
+    read_settings,
+    use_backend,
+    world_count,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        help="any SD1 or SD2 checkpoint, or one that edits already",
+    )
+    parser.add_argument(
+        "--data", required=True, help="a parquet file, a folder of them, or world:COUNT"
+    )
+    parser.add_argument("--size", type=int, help="pixels; default: the checkpoint's own")
+    parser.add_argument(
+        "--resize", type=int, help="scale pictures to this, and cut --size out (default: --size)"
+    )
+    parser.add_argument(
+        "--flip",
+        type=float,
+        help="share of mirrored pairs (default: 0.5; for world:COUNT, whose texts name sides, 0)",
+    )
+    parser.add_argument(
+        "--dropout",
+        type=float,
+        default=0.05,
+        help="share without text, without both, without picture",
+    )
+    parser.add_argument(
+        "--precompute",
+        action="store_true",
+        help="compute latents and unchanging text states once, and keep them in --out",
+    )
+    parser.add_argument("--on_error", choices=["refuse", "skip"], default="refuse")
+    parser.add_argument("--train_text_encoder", action="store_true")
+    add_hosts(parser)
+    add_settings(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    host = use_backend(options)
+    from sd_tf.training import edit
+    from sd_tf.training.pairs import WorldPairs, open_pairs
+    from sd_tf.weights import open_checkpoint
+
+    checkpoint = open_checkpoint(options.checkpoint, scheduler=options.scheduler)
+    size = picture_size(options, checkpoint.config)
+    count = world_count(options.data)
+    if count is None:
+        pairs = open_pairs(options.data, options.on_error, host, report)
+    else:
+        pairs = WorldPairs(count, size, host=host)
+    report(f"{len(pairs)} pairs")
+    names = [field.name for field in dataclasses.fields(edit.EditOptions) if field.name != "size"]
+    chosen = edit.EditOptions(size, **{name: getattr(options, name) for name in names})
+    if chosen.flip is None:
+        chosen = dataclasses.replace(chosen, flip=0.5 if count is None else 0.0)
+    edit.train(checkpoint, pairs, read_settings(options), chosen, options.folder, report)
+    return 0

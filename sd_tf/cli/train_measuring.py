@@ -1,0 +1,29 @@
+"""Arguments that the commands which measure an export's pictures share, and the measurement."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from sd_tf.cli.arguments import add_compile_cache, add_export_dir, report
+
+
+def add_measuring(parser: argparse.ArgumentParser) -> None:
+    add_export_dir(parser)
+    parser.add_argument("--out", dest="folder", type=Path, default=Path("out/evaluation"))
+    parser.add_argument("--num_steps", type=int, default=20)
+    parser.add_argument("--guidance_scale", type=float, default=4.0)
+    parser.add_argument("--more_guidance", type=float, nargs="*", default=[], metavar="SCALE")
+    parser.add_argument("--scheduler")
+    add_compile_cache(parser)
+
+
+def measure(evaluate, kind: type, options: argparse.Namespace) -> int:
+    """Call `evaluate` with the export and with the options that the dataclass `kind` names."""
+    from sd_tf.runtime.pipeline import Pipeline
+
+    pipe = Pipeline.load(options.export_dir, compile_cache=options.compile_cache)
+    names = [field.name for field in dataclasses.fields(kind)]
+    chosen = kind(**{name: getattr(options, name) for name in names})
+    evaluate(pipe, chosen, options.folder, report)
+    report(f"written to {options.folder}")
+    return 0

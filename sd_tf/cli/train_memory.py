@@ -1,0 +1,31 @@
+"""`sd-tf train memory --family sd1 --topology v5e:2x2 --batch_size 32`: estimate memory."""
+
+import argparse
+
+from sd_tf.cli.arguments import report
+from sd_tf.cli.train_run import picture_size
+from sd_tf.config import FAMILIES
+from sd_tf.training.settings import PRECISIONS, Settings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=FAMILIES, required=True, help="from shapes alone")
+    parser.add_argument("--topology", required=True, help="a TPU slice, like v5e:2x2")
+    parser.add_argument("--size", type=int, help="pixels; default: the family's own")
+    parser.add_argument("--batch_size", type=int, required=True, help="of all chips together")
+    parser.add_argument("--accumulate", type=int, default=1, help="parts that it is computed in")
+    parser.add_argument("--precision", choices=PRECISIONS, default="mixed_bfloat16")
+
+
+def run(options: argparse.Namespace) -> int:
+    from sd_tf.training import memory
+
+    config = FAMILIES[options.family]
+    settings = Settings(
+        steps=1000,
+        batch_size=options.batch_size,
+        accumulate=options.accumulate,
+        precision=options.precision,
+    ).check()
+    memory.table(config, picture_size(options, config), settings, options.topology, report)
+    return 0

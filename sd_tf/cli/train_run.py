@@ -1,0 +1,129 @@
+"""Arguments that the commands which train share, and the settings made from them."""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from sd_tf.cli.arguments import Switch
+from sd_tf.config import PipelineConfig
+from sd_tf.training.settings import PRECISIONS, Averaging, Settings, TrainingError
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        dest="folder",
+        type=Path,
+        required=True,
+        help="the run's folder; a run that was stopped goes on from it",
+    )
+    parser.add_argument("--backend", choices=["tensorflow", "jax"], default="tensorflow")
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--coordinator", help="host:port of host 0, where several train together")
+    parser.add_argument("--hosts", type=int, help="how many there are; each reads its own part")
+    parser.add_argument("--host", type=int, help="which of them this is, from 0")
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the fields of `Settings`, the noise levels to learn, and how to save the checkpoint."""
+    parser.add_argument(
+        "--first_timestep",
+        type=int,
+        default=0,
+        help="train on no timestep below it: noisy ones decide where things stand",
+    )
+    parser.add_argument(
+        "--scheduler", help="the default of the saved checkpoint (default: the one it had)"
+    )
+    parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
+    parser.add_argument(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="compute the UNet's blocks again for the gradients: less memory, more time",
+    )
+    parser.add_argument(
+        "--jit_compile",
+        action=Switch,
+        default=True,
+        help="have XLA compile the update (the default); a run of few steps is faster without",
+    )
+    parser.add_argument(
+        "--average",
+        action=Switch,
+        default=True,
+        help="save the weights' moving average (the default), or the last weights",
+    )
+    parser.add_argument(
+        "--ema_start", type=float, default=0.0, help="share of the run before averaging"
+    )
+    parser.add_argument("--ema_half_life", type=float, default=1000.0, help="steps")
+    for field in dataclasses.fields(Settings):
+        if field.type in (int, float):
+            required = field.default is dataclasses.MISSING
+            default = None if required else field.default
+            parser.add_argument(
+                f"--{field.name}", type=field.type, default=default, required=required
+            )
+
+
+def read_settings(options: argparse.Namespace) -> Settings:
+    average = Averaging(options.ema_start if options.average else None, options.ema_half_life)
+    numbers = {
+        f.name: getattr(options, f.name)
+        for f in dataclasses.fields(Settings)
+        if f.type in (int, float)
+    }
+    return Settings(
+        **numbers,
+        averaging=average,
+        precision=options.precision,
+        gradient_checkpointing=options.gradient_checkpointing,
+        jit_compile=options.jit_compile,
+    ).check()
+
+
+def picture_size(options: argparse.Namespace, config: PipelineConfig) -> int:
+    """Return --size, or the checkpoint's own, in pixels."""
+    size = config.default_size if options.size is None else options.size
+    if size < 1 or size % config.autoencoder.downscale:
+        raise TrainingError(
+            f"--size is a positive multiple of {config.autoencoder.downscale}. Received: {size}"
+        )
+    return size
+
+
+def world_count(data: str) -> int | None:
+    """Return N of world:N, or None where the data is something else."""
+    kind, _, count = data.partition(":")
+    return int(count) if kind == "world" and count.isdigit() else None
+
+
+def use_backend(options: argparse.Namespace):
+    """Choose Keras's backend and devices before a run; return this host.
+
+    On JAX, a batch is divided among the devices, each of which holds all weights.
+    """
+    os.environ["KERAS_BACKEND"] = options.backend  # read when Keras is first imported
+    import keras
+
+    from sd_tf.training.hosts import join, this_host
+
+    several = [getattr(options, name, None) for name in ("coordinator", "hosts", "host")]
+    if any(value is not None for value in several):
+        if None in several:
+            raise TrainingError("--coordinator, --hosts and --host go together.")
+        if keras.backend.backend() != "jax":
+            raise TrainingError("Several hosts train together on JAX: --backend jax.")
+        if not 0 <= options.host < options.hosts:
+            raise TrainingError(
+                f"--host is a number from 0 to {options.hosts - 1}. Received: {options.host}"
+            )
+        join(*several)
+
+    if keras.backend.backend() == "jax" and len(keras.distribution.list_devices()) > 1:
+        keras.distribution.set_distribution(keras.distribution.DataParallel())
+    return this_host()

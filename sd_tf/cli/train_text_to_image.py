@@ -1,0 +1,69 @@
+"""`sd-tf train text_to_image --checkpoint … --data … --out RUN`: fine-tune a checkpoint."""
+
+import argparse
+
+from sd_tf.cli.arguments import Switch, report
+from sd_tf.cli.train_run import (
+    add_hosts,
+    add_run,
+    add_settings,
+    picture_size,
+    read_settings,
+    use_backend,
+    world_count,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--checkpoint", required=True, help="any source that `sd-tf weights` reads")
+    parser.add_argument(
+        "--data", required=True, help="a folder, a parquet file or folder, or world:COUNT"
+    )
+    parser.add_argument("--size", type=int, help="pixels; default: the checkpoint's own")
+    parser.add_argument("--on_error", choices=["refuse", "skip"], default="refuse")
+    parser.add_argument("--caption_column", help="where it is not 'text'")
+    parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
+    parser.add_argument("--train_text_encoder", action="store_true")
+    parser.add_argument("--caption_dropout", type=float, default=0.1)
+    parser.add_argument("--min_snr", action=Switch, default=True, help="weight losses by min-SNR")
+    add_hosts(parser)
+    add_settings(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    host = use_backend(options)
+    from sd_tf.training import data, finetune
+    from sd_tf.weights import open_checkpoint
+
+    checkpoint = open_checkpoint(options.checkpoint, scheduler=options.scheduler)
+    size = picture_size(options, checkpoint.config)
+    count = world_count(options.data)
+    if count is not None:
+        source = data.World(count, size, host=host)
+    else:
+        columns = {
+            name: getattr(options, name)
+            for name in ("caption_column", "image_column")
+            if getattr(options, name) is not None
+        }
+        checked = options.folder / f"{host.named('bad_rows')}.json"
+        source = data.open_source(options.data, size, options.on_error, host, checked, **columns)
+        for line in source.skipped:
+            report(f"skipped {line}")
+        report(f"{len(source)} examples, {len(source.skipped)} skipped")
+    finetune.finetune(
+        checkpoint,
+        source,
+        read_settings(options),
+        finetune.FinetuneOptions(
+            options.train_text_encoder,
+            options.caption_dropout,
+            finetune.FinetuneOptions.min_snr if options.min_snr else None,
+            options.first_timestep,
+            options.save_dtype,
+        ),
+        options.folder,
+        report,
+    )
+    return 0

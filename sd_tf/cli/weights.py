@@ -1,0 +1,89 @@
+"""`sd-tf weights PATH_OR_ID`: describe a checkpoint, and tell what keeps it from loading."""
+
+import argparse
+import sys
+
+from sd_tf.config import FAMILIES, SAMPLERS, family_of, has_named_sizes
+from sd_tf.errors import SdTfError
+from sd_tf.tokenizer.clip import TokenizerError
+from sd_tf.weights import Checkpoint, CheckpointError, layout, open_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="PATH_OR_ID",
+        help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
+        "kerascv:sd1.4, kerascv:sd2.1 or kerascv:FOLDER",
+    )
+    parser.add_argument("--family", choices=FAMILIES, help="the family of a single SD2 file")
+    parser.add_argument("--scheduler", choices=SAMPLERS, help="in place of the checkpoint's own")
+    parser.add_argument("--variant", help="which weights of a folder: fp16, non_ema")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
+    parser.add_argument("--ema", action="store_true", help="a single file's averaged UNet")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Describe the checkpoint; return exit status 1 if it would not load."""
+    try:
+        checkpoint = open_checkpoint(
+            options.source,
+            family=options.family,
+            scheduler=options.scheduler,
+            variant=options.variant,
+            revision=options.revision,
+            ema=options.ema,
+        )
+    except SdTfError as error:
+        print(f"would not load: {error}", file=sys.stderr)
+        return 1
+    return describe(checkpoint)
+
+
+def describe(checkpoint: Checkpoint) -> int:
+    config = checkpoint.config
+    sizes = "" if has_named_sizes(config) else " (with sizes of its own)"
+    print(f"source      {checkpoint.source}")
+    print(f"format      {checkpoint.format}")
+    print(f"family      {family_of(config)}{sizes}")
+    print(f"native size {config.default_size} px")
+    print(f"prediction  {config.schedule.prediction}, sampler {config.schedule.sampler}")
+    row = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
+    print("\n" + row.format("component", "tensors", "parameters", "dtype", "size"))
+    problems = []
+    for name, part in config.components.items():
+        try:
+            tensors = checkpoint.tensors(name)
+        except CheckpointError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        problems += [f"{name}: {p}" for p in layout.problems(layout.abstract_model(part), tensors)]
+        parameters = sum(tensor.size for tensor in tensors.values())
+        stored = sum(tensor.size * tensor.itemsize for tensor in tensors.values())
+        dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
+        print(row.format(name, len(tensors), f"{parameters:,}", dtypes, human_size(stored)))
+    for name in config.text_encoders:
+        try:
+            tokenizer = checkpoint.tokenizer(name)
+        except (CheckpointError, TokenizerError) as error:
+            problems.append(f"tokenizer of {name}: {error}")
+            continue
+        origin = "its own" if name in checkpoint.tokenizer_readers else "shipped with sd_tf"
+        print(
+            f"tokenizer of {name}: {origin}, {tokenizer.vocab_size} tokens, "
+            f"padded with {tokenizer.pad_token!r}"
+        )
+    print()
+    for problem in problems:
+        print(f"would not load: {problem}", file=sys.stderr)
+    if not problems:
+        print("loads: every tensor has its place, every place its tensor")
+    return 1 if problems else 0
+
+
+def human_size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,83 @@
+"""Describe a compiled pipeline in its manifest, for TensorFlow and JAX alike."""
+
+import functools
+import importlib.metadata
+from collections.abc import Iterable
+from typing import Any
+
+from sd_tf.components import COMPONENTS
+from sd_tf.components.geometry import Fixed, Geometry
+from sd_tf.config import family_of
+from sd_tf.runtime.manifest import ComponentRecord, Manifest, SchedulerRecord, file_hash, serves
+from sd_tf.sampling.packed import pack
+from sd_tf.sampling.rows import HISTORY
+from sd_tf.weights import Checkpoint
+
+
+def manifest_of(
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+    fixed: Fixed,
+    components: dict[str, ComponentRecord],
+    *,
+    compiler: str,
+    jit_compiled_text_encoder: bool,
+    verification: dict | None = None,
+) -> Manifest:
+    """Return the manifest of a compiled pipeline."""
+    config = checkpoint.config
+    added = config.denoiser.added
+    packed = pack(config.schedule, geometry.max_steps)
+    return Manifest(
+        family=family_of(config),
+        batch_size=geometry.batch_size,
+        height=geometry.height,
+        width=geometry.width,
+        latent_shape=geometry.latent_shape,
+        precision=fixed.precision,
+        max_steps=geometry.max_steps,
+        schedulers={
+            name: SchedulerRecord(packed.numbers[name], calls)
+            for name, calls in packed.calls_by_sampler().items()
+        },
+        history=HISTORY,
+        default_sampler=config.schedule.sampler,
+        guidance=geometry.guidance,
+        guidance_rescale=geometry.guidance_rescale,
+        prediction=config.schedule.prediction,
+        latent_inputs=config.latent_inputs,
+        time_ids=0 if added is None else added.num_time_ids,
+        zero_empty_negative=config.zero_empty_negative,
+        scaling_factor=config.autoencoder.scaling_factor,
+        shift_factor=config.autoencoder.shift_factor,
+        jit_compiled_text_encoder=jit_compiled_text_encoder,
+        tokenizers={
+            name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
+        },
+        components={name: components[name] for name in COMPONENTS if name in components},
+        verification=verification or {},
+        versions={name: importlib.metadata.version(name) for name in ("sd_tf", compiler, "keras")},
+    )
+
+
+def origins(
+    checkpoint: Checkpoint, names: Iterable[str], hashed: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Return what the record of each component says about the checkpoint of its weights.
+
+    Args:
+        hashed: give the SHA-256 of the weights' files, which reads all of them.
+    """
+    hash_once = functools.cache(file_hash)  # a single file holds every part
+    return {
+        name: {
+            "name": checkpoint.name,
+            "format": checkpoint.format,
+            "sha256": {
+                part: {path.name: hash_once(path) for path in checkpoint.files(part)}
+                for part in checkpoint.readers
+                if hashed and serves(name, part)
+            },
+        }
+        for name in names
+    }

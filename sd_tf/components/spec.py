@@ -1,0 +1,26 @@
+"""The types with which a component declares its endpoints and their inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An input's shape and dtype; None stands for a size that differs from call to call."""
+
+    shape: tuple[int | None, ...] = ()
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    function: Callable[..., dict]  # keyword arguments → outputs by name
+    inputs: dict[str, Spec] = field(default_factory=dict)
+    compiled: bool = True  # False: a few multiplications, not worth compiling
+
+
+def as_is(function):
+    """Return the function as it is: the default of `shared`, which may compile or cache it."""
+    return function

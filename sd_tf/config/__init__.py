@@ -1,0 +1,35 @@
+"""The configuration of a pipeline: frozen dataclasses, and the named families.
+
+`sd_tf.weights.diffusers_config` reads them from a diffusers folder's JSON files and writes them.
+"""
+
+from sd_tf.config.autoencoder import AutoencoderConfig, LatentScale
+from sd_tf.config.errors import ConfigError
+from sd_tf.config.families import FAMILIES, family_of, has_named_sizes, with_kerascv_numerics
+from sd_tf.config.pipeline import AUTOENCODER, LATENT_INPUTS, PipelineConfig, latent_inputs_of
+from sd_tf.config.schedule import SAMPLERS, SCALED_LINEAR, SamplerSpec, ScheduleConfig
+from sd_tf.config.text import END_TOKEN, START_TOKEN, TextEncoderConfig
+from sd_tf.config.unet import AddedConditioning, UNetConfig
+
+__all__ = [
+    "AUTOENCODER",
+    "END_TOKEN",
+    "FAMILIES",
+    "LATENT_INPUTS",
+    "SAMPLERS",
+    "SCALED_LINEAR",
+    "START_TOKEN",
+    "AddedConditioning",
+    "AutoencoderConfig",
+    "ConfigError",
+    "LatentScale",
+    "PipelineConfig",
+    "SamplerSpec",
+    "ScheduleConfig",
+    "TextEncoderConfig",
+    "UNetConfig",
+    "family_of",
+    "has_named_sizes",
+    "latent_inputs_of",
+    "with_kerascv_numerics",
+]

@@ -1,0 +1,162 @@
+"""The named families of checkpoints, with every number that distinguishes them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from sd_tf.config.autoencoder import AutoencoderConfig
+from sd_tf.config.pipeline import PipelineConfig
+from sd_tf.config.schedule import ScheduleConfig
+from sd_tf.config.text import END_TOKEN, TextEncoderConfig
+from sd_tf.config.unet import AddedConditioning, UNetConfig
+
+CLIP_L = TextEncoderConfig()
+OPENCLIP_H = TextEncoderConfig(
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_layers=23,  # already the penultimate of 24
+    num_heads=16,
+    activation="gelu",
+    pad_token_id=0,
+)
+SDXL_CLIP_L = replace(CLIP_L, context_layer=2, context_norm=False)
+SDXL_OPENCLIP_G = TextEncoderConfig(
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_layers=32,
+    num_heads=20,
+    activation="gelu",
+    context_layer=2,
+    context_norm=False,
+    projection_dim=1280,
+    pad_token_id=0,
+)
+
+SD1_UNET = UNetConfig()
+SD2_UNET = replace(SD1_UNET, num_heads=(5, 10, 20, 20), context_dim=1024, linear_projection=True)
+SDXL_UNET = UNetConfig(
+    channels=(320, 640, 1280),
+    num_heads=(5, 10, 20),
+    down_depths=((0, 0), (2, 2), (10, 10)),
+    mid_depth=10,
+    up_depths=((10, 10, 10), (2, 2, 2), (0, 0, 0)),
+    context_dim=2048,
+    linear_projection=True,
+    added=AddedConditioning(),
+    sample_size=128,
+)
+SDXL_REFINER_UNET = UNetConfig(
+    channels=(384, 768, 1536, 1536),
+    num_heads=(6, 12, 24, 24),
+    down_depths=((0, 0), (4, 4), (4, 4), (0, 0)),
+    mid_depth=4,
+    up_depths=((0, 0, 0), (4, 4, 4), (4, 4, 4), (0, 0, 0)),
+    context_dim=1280,
+    linear_projection=True,
+    added=AddedConditioning(num_time_ids=5),  # an aesthetic score in place of the target size
+    sample_size=128,
+)
+
+SD_VAE = AutoencoderConfig()
+SDXL_VAE = AutoencoderConfig(scaling_factor=0.13025, force_upcast=True, sample_size=1024)
+
+SD_SCHEDULE = ScheduleConfig()
+SDXL_SCHEDULE = replace(SD_SCHEDULE, sampler="euler")
+
+SD1 = PipelineConfig({"text_encoder": CLIP_L}, SD1_UNET, SD_VAE, SD_SCHEDULE)
+SDXL_BASE = PipelineConfig(
+    {"text_encoder": SDXL_CLIP_L, "text_encoder_2": SDXL_OPENCLIP_G},
+    SDXL_UNET,
+    SDXL_VAE,
+    SDXL_SCHEDULE,
+    zero_empty_negative=True,
+)
+
+FAMILIES = {
+    "sd1": SD1,
+    "sd2-base": PipelineConfig({"text_encoder": OPENCLIP_H}, SD2_UNET, SD_VAE, SD_SCHEDULE),
+    "sd2-v": PipelineConfig(
+        {"text_encoder": OPENCLIP_H},
+        replace(SD2_UNET, upcast_attention=True, sample_size=96),
+        replace(SD_VAE, sample_size=768),
+        replace(SD_SCHEDULE, prediction="v_prediction", sampler="ddim"),
+    ),
+    "sdxl-base": SDXL_BASE,
+    "sdxl-refiner": replace(
+        SDXL_BASE,
+        text_encoders={"text_encoder_2": SDXL_OPENCLIP_G},
+        denoiser=SDXL_REFINER_UNET,
+        zero_empty_negative=False,
+    ),
+    "instruct-pix2pix": replace(
+        SD1, denoiser=replace(SD1_UNET, in_channels=8), latent_inputs="image"
+    ),
+    "sdxl-instruct-pix2pix": replace(
+        SDXL_BASE, denoiser=replace(SDXL_UNET, in_channels=8), latent_inputs="image"
+    ),
+    "inpaint": replace(
+        SD1, denoiser=replace(SD1_UNET, in_channels=9), latent_inputs="mask_and_image"
+    ),
+}
+
+# The traits that distinguish families, whatever the sizes of their weights.
+TRAITS: dict[str, Callable[[PipelineConfig], object]] = {
+    "latent_inputs": lambda config: config.latent_inputs,
+    "added": lambda config: config.denoiser.added is not None,
+    "text_encoders": lambda config: tuple(config.text_encoders),
+    "prediction": lambda config: config.schedule.prediction,
+    "linear_projection": lambda config: config.denoiser.linear_projection,
+}
+# Family → the traits that identify it; a checkpoint's family is the first whose traits all agree.
+KNOWN_BY = {
+    "inpaint": ("latent_inputs",),
+    "instruct-pix2pix": ("latent_inputs", "added"),
+    "sdxl-instruct-pix2pix": ("latent_inputs", "added"),
+    "sdxl-base": ("added", "text_encoders"),
+    "sdxl-refiner": ("added",),
+    "sd2-v": ("prediction",),
+    "sd2-base": ("linear_projection",),
+    "sd1": (),
+}
+
+
+def family_of(config: PipelineConfig) -> str:
+    """Look up the name of a pipeline's family. Sizes may differ: see `has_named_sizes`."""
+
+    def agrees(family: str) -> bool:
+        named = FAMILIES[family]
+        return all(TRAITS[trait](config) == TRAITS[trait](named) for trait in KNOWN_BY[family])
+
+    return next(family for family in KNOWN_BY if agrees(family))
+
+
+def has_named_sizes(config: PipelineConfig) -> bool:
+    """Tell whether the networks have exactly the named family's sizes."""
+    named = FAMILIES[family_of(config)]
+    return all(
+        replace(ours, sample_size=theirs.sample_size) == theirs
+        for ours, theirs in (
+            (config.denoiser, named.denoiser),
+            (config.autoencoder, named.autoencoder),
+        )
+    ) and tuple(e.hidden_size for e in config.text_encoders.values()) == tuple(
+        e.hidden_size for e in named.text_encoders.values()
+    )
+
+
+def with_kerascv_numerics(config: PipelineConfig) -> PipelineConfig:
+    """Return the pipeline with KerasCV's epsilons, approximate gelu, padding and sampler."""
+    text_encoders = {
+        name: replace(
+            encoder,
+            pad_token_id=END_TOKEN,
+            activation="gelu_tanh" if encoder.activation == "gelu" else encoder.activation,
+        )
+        for name, encoder in config.text_encoders.items()
+    }
+    return replace(
+        config,
+        text_encoders=text_encoders,
+        denoiser=replace(config.denoiser, transformer_norm_eps=1e-5, geglu="gelu_tanh"),
+        autoencoder=replace(config.autoencoder, norm_eps=1e-5),
+        schedule=replace(config.schedule, sampler="kerascv"),
+    )

@@ -1,0 +1,36 @@
+"""The configuration of a text encoder."""
+
+from dataclasses import dataclass, replace
+
+from sd_tf.config.errors import ConfigError
+
+START_TOKEN, END_TOKEN = 49406, 49407
+
+
+@dataclass(frozen=True)
+class TextEncoderConfig:
+    """A CLIP text transformer; the defaults are SD1's ViT-L."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_layers: int = 12
+    num_heads: int = 12
+    activation: str = "quick_gelu"  # quick_gelu | gelu | gelu_tanh
+    vocab_size: int = 49408
+    max_length: int = 77
+    layer_norm_eps: float = 1e-5
+    context_layer: int = 1  # counted from the end: 1 is the last layer, 2 the penultimate
+    context_norm: bool = True  # the final LayerNorm applied to the context
+    projection_dim: int | None = None  # width of the pooled output; None: no pooled output
+    eos_token_id: int | None = END_TOKEN  # None: the row of the highest id is pooled
+    pad_token_id: int = END_TOKEN
+
+    def skip(self, clip_skip: int) -> "TextEncoderConfig":
+        """Return the encoder with its context taken `clip_skip` layers earlier."""
+        layer = self.context_layer + clip_skip
+        if clip_skip < 0 or layer > self.num_layers:
+            raise ConfigError(
+                f"clip_skip must be between 0 and {self.num_layers - self.context_layer} for a "
+                f"text encoder of {self.num_layers} layers. Received: {clip_skip}"
+            )
+        return replace(self, context_layer=layer)

@@ -1,0 +1,31 @@
+"""Exports of the embedded checkpoints, made on first use."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sd_tf.checkpoints import EDITOR, EMBEDDED, TINY
+from sd_tf.export import ExportOptions, export
+from sd_tf.weights import open_checkpoint
+
+FOLDER = Path("exports")
+# Parameters that suit the embedded checkpoints better than the defaults, which suit large models;
+# docs/tiny.md has the measurements.
+SUITED = {TINY: {"guidance_scale": 4.0}, EDITOR: {"guidance_scale": 2.0}}
+
+
+def embedded_export(edits: bool, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of an embedded checkpoint's export, making it on first use.
+
+    The folder is `exports/NAME` in the working directory. The second value returned holds the
+    parameters that suit the checkpoint, as defaults.
+
+    Args:
+        edits: use the checkpoint that edits pictures, in place of the one that draws them.
+    """
+    name = EDITOR if edits else TINY
+    folder = FOLDER / name
+    if not folder.exists():
+        report(f"exporting the embedded checkpoint {name} to {folder}, once")
+        export(open_checkpoint(EMBEDDED[name]), folder, ExportOptions(verify="fast"))
+    return folder, SUITED[name]

@@ -1,0 +1,36 @@
+"""The options of an export, checked against the checkpoint before any work."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sd_tf.components import COMPONENTS
+from sd_tf.components.geometry import Fixed, Geometry, geometry_of, refuse
+from sd_tf.models import lowering
+from sd_tf.weights import Checkpoint
+
+VERIFY = ("full", "fast", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Fixed):
+    jit_compile_text_encoder: bool = False
+    target: str | None = None  # of lowering.TARGETS; None: this machine's best device
+    disabled_rewrites: Sequence[str] = ()
+    components: Sequence[str] = COMPONENTS
+    verify: str = "full"
+    overwrite: bool = False
+
+
+def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
+    """Check the options against the checkpoint; return the geometry that they ask for."""
+    if unknown := [name for name in options.components if name not in COMPONENTS]:
+        refuse(f"Components are {', '.join(COMPONENTS)}.", ", ".join(unknown))
+    if not options.components:
+        refuse(f"At least one component of {', '.join(COMPONENTS)} is exported.", "none")
+    if options.verify not in VERIFY:
+        refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
+    if options.target not in (None, *lowering.TARGETS):
+        refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
+    if unknown := [name for name in options.disabled_rewrites if name not in lowering.NAMES]:
+        refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
+    return geometry_of(checkpoint.config, options)

@@ -1,0 +1,94 @@
+"""Replace components of an export: the new ones must fit those that stay."""
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+
+from tensorflow.core.protobuf import saved_model_pb2
+
+from sd_tf.components.conditions import conditions_of
+from sd_tf.components.geometry import Geometry
+from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.weights import Checkpoint
+
+# Fields of the manifest that all components share, those that the components between which latents
+# pass share, and those that one component decides.
+SHARED = ("batch_size", "height", "width", "latent_shape", "precision")
+LATENT_SHARED = ("scaling_factor", "shift_factor")
+LATENT = ("diffusion_model", "decoder", "image_encoder")
+OWNED = {
+    "text_encoder": ("jit_compiled_text_encoder", "zero_empty_negative", "tokenizers"),
+    "diffusion_model": (
+        "family",
+        "max_steps",
+        "schedulers",
+        "history",
+        "default_sampler",
+        "guidance",
+        "guidance_rescale",
+        "prediction",
+        "latent_inputs",
+        "time_ids",
+    ),
+}
+TEXT_CONDITIONS = ("context", "pooled")  # what a text encoder gives to a diffusion model
+
+
+def merged(
+    manifest: Manifest, previous: Manifest, kept: Collection[str], replaced: Collection[str]
+) -> Manifest:
+    """Return the manifest with the fields that belong to the kept components from `previous`."""
+    keeps_latents = any(name in LATENT for name in kept)
+    shared = SHARED
+    if keeps_latents and any(name in LATENT for name in replaced):
+        shared += LATENT_SHARED
+    for field in shared:
+        old, new = getattr(previous, field), getattr(manifest, field)
+        if old != new:
+            raise ExportError(
+                f"A component can only be replaced by one of the same {field}: the export has "
+                f"{old}. Received: {new}"
+            )
+    owned = [field for name in kept for field in OWNED.get(name, ())]
+    if keeps_latents:
+        owned += LATENT_SHARED
+    return dataclasses.replace(manifest, **{field: getattr(previous, field) for field in owned})
+
+
+def check_conditions(
+    export: Path,
+    kept: Collection[str],
+    replaced: Collection[str],
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+) -> None:
+    """Check that the text encoder gives what the diffusion model takes, where one is replaced."""
+    theirs = {
+        name: spec.shape
+        for name, spec in conditions_of(checkpoint.config, geometry).model.items()
+        if name in TEXT_CONDITIONS
+    }
+    if "text_encoder" in kept and "diffusion_model" in replaced:
+        given, taken = _shapes(export, "text_encoder", "outputs"), theirs
+    elif "diffusion_model" in kept and "text_encoder" in replaced:
+        given, taken = theirs, _shapes(export, "diffusion_model", "inputs")
+    else:
+        return
+    if given != taken:
+        raise ExportError(
+            f"The text_encoder must give what the diffusion_model takes, {taken}: replace both, or "
+            f"choose a checkpoint that fits the one that stays. Received: {given}"
+        )
+
+
+def _shapes(export: Path, component: str, side: str) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of the text's conditions on one side of an exported component."""
+    content = saved_model_pb2.SavedModel()
+    path = export / component / VERSION_FOLDER / "saved_model.pb"
+    content.ParseFromString(path.read_bytes())
+    tensors = getattr(content.meta_graphs[0].signature_def["serving_default"], side)
+    return {
+        name: tuple(size.size for size in tensors[name].tensor_shape.dim)
+        for name in TEXT_CONDITIONS
+        if name in tensors
+    }

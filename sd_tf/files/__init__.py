@@ -1,0 +1,1 @@
+"""Files: written atomically, locked, published, and read row by row."""

@@ -1,0 +1,164 @@
+"""A pipeline's endpoints as pure functions of weights and inputs, for `jax.jit`.
+
+The models hold no weights here: these are arguments, dictionaries by the checkpoint's names, so
+that they can be placed, divided and donated, and XLA does not fold them into the code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import Mesh
+
+from sd_tf.components import COMPONENTS
+from sd_tf.components.build import Component, component, empty_tokens_of
+from sd_tf.components.geometry import Geometry
+from sd_tf.jax.runner import Program
+from sd_tf.jax.sharding import of_value, of_weight, place
+from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
+from sd_tf.runtime.manifest import ExportError
+from sd_tf.sampling.packed import Packed
+from sd_tf.weights import Checkpoint, layout
+
+STATE = ("latent", "history")  # a segment's inputs that it also returns, in the same memory
+TABLES = "tables."
+
+
+@dataclass(frozen=True)
+class JaxComponent:
+    """A component whose models have no storage, and the rewrites for where it will run."""
+
+    component: Component
+    rewrites: Rewrites
+
+    @cached_property
+    def slots(self) -> dict[str, layout.Slot]:
+        """Each weight's place in a model, by name."""
+        return self.component.slots
+
+    @cached_property
+    def tables(self) -> dict[str, np.ndarray]:
+        """The samplers' tables as weights: float32, whatever the models' precision."""
+        packed = self.component.tables
+        if packed is None:
+            return {}
+        return {TABLES + field.name: getattr(packed, field.name) for field in fields(packed)}
+
+    @property
+    def weights(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = {
+            name: jax.ShapeDtypeStruct(tuple(slot.variable.shape), slot.variable.dtype)
+            for name, slot in self.slots.items()
+        }
+        shapes |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.tables.items()}
+        return shapes
+
+    def pure(self, endpoint: str, mesh: Mesh | None = None) -> Callable[..., dict]:
+        """Return a function (weights, state, inputs) → outputs.
+
+        On a mesh, the outputs are placed as the next call takes them.
+        """
+
+        def function(weights, state, inputs):
+            given = [(slot.variable, weights[name]) for name, slot in self.slots.items()]
+            tables = None
+            if self.tables:
+                tables = Packed(**{f.name: weights[TABLES + f.name] for f in fields(Packed)})
+            with keras.StatelessScope(state_mapping=given), lowered(self.rewrites):
+                endpoints = self.component.endpoints(tables)
+                outputs = endpoints[endpoint].function(**state, **inputs)
+            if mesh is None:
+                return outputs
+            return {
+                name: jax.lax.with_sharding_constraint(x, of_value(mesh, name, x.ndim))
+                for name, x in outputs.items()
+            }
+
+        return function
+
+    def arguments(self, endpoint: str, batch_size: int):
+        """Return the shapes and dtypes of (weights, state, inputs)."""
+        specs = self.component.endpoints()[endpoint].inputs
+        inputs = {
+            name: jax.ShapeDtypeStruct([batch_size if n is None else n for n in s.shape], s.dtype)
+            for name, s in specs.items()
+        }
+        donated = STATE if endpoint == "segment" else ()
+        return self.weights, {name: inputs.pop(name) for name in donated}, inputs
+
+    def jitted(self, endpoint: str, mesh: Mesh, batch_size: int):
+        """Return `jax.jit` of the endpoint, its arguments' shapes, and where each of them lies."""
+        weights, state, inputs = self.arguments(endpoint, batch_size)
+        placed = (
+            {name: of_weight(mesh, name, x.shape) for name, x in weights.items()},
+            {name: of_value(mesh, name, x.ndim) for name, x in state.items()},
+            {name: of_value(mesh, name, x.ndim) for name, x in inputs.items()},
+        )
+        function = jax.jit(self.pure(endpoint, mesh), in_shardings=placed, donate_argnums=1)
+        return function, (weights, state, inputs), placed
+
+    def program(self, endpoint: str, mesh: Mesh, batch_size: int) -> Program:
+        """Make a program, which is traced and compiled when it is first called."""
+        function, _, (_, state, inputs) = self.jitted(endpoint, mesh, batch_size)
+        return Program(function, state, inputs)
+
+
+def components_of(
+    checkpoint: Checkpoint, geometry: Geometry, precision: str, target: str
+) -> dict[str, JaxComponent]:
+    """Assemble all components for cpu, gpu or tpu; nothing is allocated but tables."""
+    if keras.backend.backend() != "jax":
+        raise ExportError(
+            "sd_tf.jax needs Keras on JAX: set KERAS_BACKEND=jax, or import sd_tf.jax before "
+            f"keras. Received: {keras.backend.backend()}"
+        )
+    config, empty_tokens = checkpoint.config, empty_tokens_of(checkpoint)
+
+    def build(part: str, dtype: str):
+        return layout.abstract_model(config.components[part], dtype)
+
+    found = {}
+    for name in COMPONENTS:
+        part = component(name, config, geometry, precision, empty_tokens, build)
+        found[name] = JaxComponent(part, TARGETS[target] if part.is_rewritten else AS_WRITTEN)
+    return found
+
+
+def load_weights(
+    components: dict[str, JaxComponent], checkpoint: Checkpoint, mesh: Mesh
+) -> dict[str, dict[str, jax.Array]]:
+    """Load each component's weights onto the mesh, strictly and one tensor at a time."""
+    return {
+        name: {
+            key: place(read(), of_weight(mesh, key, component.weights[key].shape))
+            for key, read in readers(component, checkpoint).items()
+        }
+        for name, component in components.items()
+    }
+
+
+def host_weights(component: JaxComponent, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    return {name: read() for name, read in readers(component, checkpoint).items()}
+
+
+def readers(component: JaxComponent, checkpoint: Checkpoint) -> dict[str, Callable[[], np.ndarray]]:
+    """Check the checkpoint; return, for each weight, a function that reads it.
+
+    The function returns the weight arranged and cast as the component takes it.
+    """
+    tensors = {}
+    for part in sorted({name.partition(".")[0] for name in component.slots}):
+        tensors[part] = checkpoint.tensors(part)
+        layout.check(
+            component.component.models[part], tensors[part], f"{part} of {checkpoint.source}"
+        )
+
+    def read(name, slot):
+        part, _, path = name.partition(".")
+        return slot.arranged(tensors[part][path].read()).astype(slot.variable.dtype)
+
+    found = {name: partial(read, name, slot) for name, slot in component.slots.items()}
+    return found | {name: partial(np.asarray, x) for name, x in component.tables.items()}

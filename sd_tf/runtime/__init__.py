@@ -1,0 +1,1 @@
+"""Run an export: manifest, call, chain of models, pictures. No model code is imported."""

@@ -1,0 +1,345 @@
+"""A call: all parameters of the pictures that are to be made.
+
+The fields of `Call` are the only list of the parameters. The Python signature, the command lines,
+the HTTP body, the columns of batch files, the PNG's metadata and the page's form derive from it.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.parameter import NONE, CallError, Condition, Kind, Parameter, parameter
+
+# The uses of a picture that comes with the prompt.
+START, EDIT, PAINT = "start", "edit", "paint"
+USE_OF_LATENT_INPUTS = {"none": START, "image": EDIT, "mask_and_image": PAINT}
+MOST_CHARACTERS = 10_000  # of a prompt
+MOST_GUIDANCE = 1_000_000
+GRAY, WHITE = 128, 255
+
+
+def use_of_picture(manifest: Manifest) -> str:
+    """Return what a picture that comes with the prompt is for: START, EDIT or PAINT."""
+    return USE_OF_LATENT_INPUTS[manifest.latent_inputs]
+
+
+def _used_to(whose: str, *uses: str) -> Condition:
+    return Condition(whose, lambda manifest: use_of_picture(manifest) in uses)
+
+
+STARTS_OR_PAINTS = _used_to(
+    "checkpoints that start from a picture or paint inside a mask", START, PAINT
+)
+EDITS = _used_to("checkpoints that edit a picture by instruction (InstructPix2Pix)", EDIT)
+PAINTS = _used_to("checkpoints that paint inside a mask (inpainting)", PAINT)
+EDITS_OR_PAINTS = _used_to(
+    "checkpoints that edit a picture by instruction or paint inside a mask", EDIT, PAINT
+)
+SIZED = Condition("checkpoints of the SDXL family", lambda manifest: manifest.time_ids > 0)
+TARGET_SIZED = Condition(
+    "checkpoints of the SDXL family, its refiner excepted", lambda manifest: manifest.time_ids == 6
+)
+GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The parameters of a call for one picture or more, one for each prompt.
+
+    A parameter marked `each` takes one value for all pictures, or a list with one for each.
+    """
+
+    prompt: str | Sequence[str] = parameter(
+        Kind.TEXT,
+        "Prompt",
+        "what the picture shows",
+        default=MISSING,
+        most=MOST_CHARACTERS,
+        each=True,
+    )
+    negative_prompt: str | Sequence[str] | None = parameter(
+        Kind.TEXT,
+        "Negative prompt",
+        "what it does not show",
+        most=MOST_CHARACTERS,
+        each=True,
+        shown_by=GUIDED,
+    )
+    _: KW_ONLY
+    image: Any = parameter(
+        Kind.PICTURE,
+        "Picture",
+        "the picture to start from, to edit as the prompt says, or to paint in",
+        each=True,
+        needed_by=EDITS_OR_PAINTS,
+    )
+    mask: Any = parameter(
+        Kind.MASK,
+        "Mask",
+        "white is painted anew",
+        each=True,
+        taken_by=PAINTS,
+        needed_by=PAINTS,
+    )
+    strength: float | None = parameter(
+        Kind.NUMBER,
+        "Strength",
+        "how far to leave the picture",
+        above=0,
+        most=1,
+        slider=(0.05, 1, 0.05),
+        otherwise=lambda manifest: 0.8 if use_of_picture(manifest) == START else 1.0,
+        goes_with="image",
+        taken_by=STARTS_OR_PAINTS,
+    )
+    image_guidance_scale: float | None = parameter(
+        Kind.NUMBER,
+        "Picture guidance",
+        "how much of the picture an edit keeps",
+        least=-MOST_GUIDANCE,
+        most=MOST_GUIDANCE,
+        slider=(1, 4, 0.1),
+        otherwise=lambda manifest: 1.5,
+        goes_with="image",
+        taken_by=EDITS,
+    )
+    num_steps: int | None = parameter(
+        Kind.WHOLE,
+        "Steps",
+        "number of denoising steps; more take longer",
+        default=50,
+        least=1,
+        most=lambda manifest: manifest.max_steps,
+        slider=(1, None, 1),
+    )
+    guidance_scale: float | None = parameter(
+        Kind.NUMBER,
+        "Guidance",
+        "strength of the prompt",
+        default=7.5,
+        least=-MOST_GUIDANCE,
+        most=MOST_GUIDANCE,
+        slider=(0, 15, 0.5),
+        shown_by=GUIDED,
+    )
+    scheduler: str | None = parameter(
+        Kind.CHOICE,
+        "Scheduler",
+        "the sampler that walks from noise to the picture (default: the checkpoint's)",
+        choices=lambda manifest: manifest.samplers,
+        otherwise=lambda manifest: manifest.default_sampler,
+    )
+    seed: int | Sequence[int] | None = parameter(
+        Kind.SEED,
+        "Seed",
+        "number of the first picture's noise, the next ones count up (default: random)",
+        least=-(2**31),
+        most=2**31 - 1,
+        each=True,
+    )
+    noise: np.ndarray | None = parameter(
+        Kind.ARRAY,
+        "Noise",
+        "unit noise (N, h, w, 4) in place of what the seeds give",
+        each=True,
+        in_python_only=True,
+    )
+    original_size: tuple[int, int] | None = parameter(
+        Kind.PAIR,
+        "Original size",
+        "SDXL: the size (height, width) that the picture is to look as if scaled from",
+        taken_by=SIZED,
+        shown_by=NONE,
+    )
+    crop_top_left: tuple[int, int] | None = parameter(
+        Kind.PAIR,
+        "Crop",
+        "SDXL: the corner (top, left) that the picture is to look as if cropped at (default: 0x0)",
+        taken_by=SIZED,
+        shown_by=NONE,
+    )
+    target_size: tuple[int, int] | None = parameter(
+        Kind.PAIR,
+        "Target size",
+        "SDXL: the size (height, width) that the picture is to look as if made for",
+        taken_by=TARGET_SIZED,
+        shown_by=NONE,
+    )
+
+    @classmethod
+    def parameters(cls) -> dict[str, Parameter]:
+        """Return the parameters by name, in order."""
+        return parameters_of(cls)
+
+    @classmethod
+    def of(cls, *values, **parameters) -> "Call":
+        """Make a call from values by place or name; refuse an unknown name with the known ones."""
+        known = cls.parameters()
+        if unknown := [name for name in parameters if name not in known]:
+            raise TypeError(
+                f"A call has no parameter {', '.join(unknown)}. It takes {', '.join(known)}."
+            )
+        return cls(*values, **parameters)
+
+    def given(self) -> dict[str, Any]:
+        """Return the values that are not None, by name."""
+        values = {name: getattr(self, name) for name in self.parameters()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def described(self) -> dict[str, Any]:
+        """Return the given values that JSON and the cells of a table can hold, by name."""
+        known = self.parameters()
+        return {name: value for name, value in self.given().items() if known[name].fits_a_cell}
+
+    def files(self) -> list[str]:
+        """Return the names of the pictures that are given."""
+        known = self.parameters()
+        return [name for name in self.given() if known[name].is_file]
+
+    def completed(self, manifest: Manifest) -> "Call":
+        """Return the call with defaults filled in, each value checked against the export."""
+        values = self._with_defaults(manifest)
+        known = self.parameters()
+        checked = {name: _checked(known[name], values, manifest) for name in known}
+        if self.files():
+            check_image_encoder(manifest)
+        manifest.model_calls(checked["scheduler"], checked["num_steps"])
+        return replace(self, **checked)
+
+    def _with_defaults(self, manifest: Manifest) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self.parameters()}
+        for name, known in self.parameters().items():
+            has_meaning = known.goes_with is None or values[known.goes_with] is not None
+            if values[name] is None and has_meaning and known.taken_by.holds(manifest):
+                values[name] = known.default_for(manifest)
+        return values
+
+    def divided(self) -> list["Call"]:
+        """Return a call for each picture: its own prompt and seed, and the shared values."""
+        prompt = self.parameters()["prompt"]
+        prompts = self.prompt if prompt.is_many(self.prompt) else [self.prompt]
+        if not len(prompts):
+            raise CallError("prompt", "At least one prompt is needed. Received: none")
+        own = {
+            name: _spread(known, getattr(self, name), len(prompts))
+            for name, known in self.parameters().items()
+            if known.each
+        }
+        return [
+            replace(self, **{name: values[i] for name, values in own.items()})
+            for i in range(len(prompts))
+        ]
+
+    def alike(self) -> tuple:
+        """Return the values that single pictures must share to be made in one batch."""
+        values = {name: getattr(self, name) for name in self.parameters()}
+        return tuple(
+            value is not None if self.parameters()[name].each else value
+            for name, value in values.items()
+        )
+
+    @classmethod
+    def joined(cls, calls: Sequence["Call"]) -> "Call":
+        """Make one call from those of single pictures that are `alike`."""
+        own = {
+            name: [getattr(call, name) for call in calls]
+            for name, value in calls[0].given().items()
+            if cls.parameters()[name].each
+        }
+        return replace(calls[0], **own)
+
+
+@functools.cache
+def parameters_of(cls: type) -> dict[str, Parameter]:
+    """Return the parameters of a dataclass whose fields are parameters, by name."""
+    found = {}
+    for one in fields(cls):
+        is_required = one.default is MISSING
+        default = None if is_required else one.default
+        found[one.name] = replace(
+            one.metadata["parameter"], name=one.name, default=default, is_required=is_required
+        )
+    return found
+
+
+def signature(*more: inspect.Parameter) -> inspect.Signature:
+    """Return the signature of a method that takes a call's parameters, and `more` by name."""
+    own = inspect.signature(Call).parameters.values()
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return inspect.Signature([first, *own, *more])
+
+
+def documentation() -> str:
+    """Return a line about each parameter, for the Args of a docstring."""
+    return "\n".join(
+        f"            {name}: {known.help}{'; one for all or one for each' if known.each else ''}."
+        for name, known in Call.parameters().items()
+    )
+
+
+def needed_pictures(manifest: Manifest) -> list[Parameter]:
+    """Return the parameters of the pictures without which the export can make nothing."""
+    known = Call.parameters().values()
+    return [one for one in known if one.is_file and one.needed_by.holds(manifest)]
+
+
+def blank_pictures(manifest: Manifest) -> dict[str, np.ndarray]:
+    """Return a value for each needed picture: a gray one, a mask that lets all be painted."""
+    shape = (manifest.height, manifest.width)
+    blank = {
+        Kind.PICTURE: np.full((*shape, 3), GRAY, "uint8"),
+        Kind.MASK: np.full(shape, WHITE, "uint8"),
+    }
+    return {one.name: blank[one.kind] for one in needed_pictures(manifest)}
+
+
+def check_image_encoder(manifest: Manifest) -> None:
+    """Refuse an export that cannot encode pictures."""
+    if "image_encoder" not in manifest.components:
+        raise ExportError(
+            "The export has no image_encoder, which an image needs. Export that component, too."
+        )
+
+
+def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest) -> Any:
+    """Return a parameter's checked value; CallError if the export or another value forbids it."""
+    value = values[known.name]
+    if value is None:
+        if known.is_required:
+            raise known.refusal(value, manifest)
+        if known.needed_by.holds(manifest):
+            message = f"{known.name} is needed by {known.needed_by.whose}; this one is"
+            raise CallError(known.name, f"{message} {manifest.family}.")
+        return None
+    if not known.taken_by.holds(manifest):
+        message = f"{known.name} is only for {known.taken_by.whose}; this one is"
+        raise CallError(known.name, f"{message} {manifest.family}.")
+    if known.goes_with is not None and values[known.goes_with] is None:
+        message = f"{known.name} goes with {known.goes_with}: give both, or neither."
+        raise CallError(known.name, message)
+    if known.each and known.is_many(value):
+        return [known.check(one, manifest) for one in value]
+    return known.check(value, manifest)
+
+
+def _spread(known: Parameter, value: Any, count: int) -> Sequence:
+    """Return a value for each of `count` pictures."""
+    if known.is_many(value):
+        if len(value) != count:
+            raise CallError(
+                known.name,
+                f"{known.name} is one for all or one for each of {count} prompts. "
+                f"Received: {len(value)}",
+            )
+        return value
+    if known.kind is Kind.SEED:
+        if value is None:
+            return [int.from_bytes(os.urandom(4), "little") >> 1 for _ in range(count)]
+        return [known.check(value + i) for i in range(count)]
+    return [value] * count

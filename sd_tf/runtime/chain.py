@@ -1,0 +1,141 @@
+"""Make pictures from prompts: divide a call into batches, and have runners make them.
+
+Runners decide where the models run: as SavedModels in this process (`pipeline`), or behind a server
+(`serving.client`). So nothing here needs TensorFlow.
+"""
+
+import inspect
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sd_tf.runtime import call as calls
+from sd_tf.runtime.call import Call, blank_pictures, check_image_encoder
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.pictures import to_model
+from sd_tf.runtime.request import Request, read_request
+from sd_tf.runtime.runner import Callback, Runner, Watch
+from sd_tf.tokenizer.clip import ClipTokenizer
+
+NEEDED = ("text_encoder", "diffusion_model", "decoder")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The pictures of a call, and how they were made."""
+
+    images: np.ndarray  # uint8 (N, H, W, 3)
+    each: Sequence[Call]  # the complete call that made each picture
+    timings: dict[str, float]  # seconds: text_encoder, diffusion_model, decoder, …, total
+
+    @property
+    def seeds(self) -> list[int]:
+        return [call.seed for call in self.each]
+
+    def pil(self) -> list[Image.Image]:
+        return [Image.fromarray(image) for image in self.images]
+
+
+class Chain:
+    """The components of an export as one function; see `__call__`."""
+
+    def __init__(self, manifest: Manifest, replicas: Sequence[Runner], tokenizers, load_seconds):
+        self.manifest = manifest
+        self.load_seconds = load_seconds
+        self._replicas = replicas
+        self._tokenizers = tokenizers
+
+    def __call__(
+        self, *values, callback: Callback | None = None, callback_every: int = 1, **parameters
+    ) -> Result:
+        start = time.perf_counter()
+        request = read_request(self.manifest, Call.of(*values, **parameters))
+        if callback_every < 1:
+            raise ValueError(f"callback_every is at least 1. Received: {callback_every}")
+        images, timings = self._make(request, Watch(callback, callback_every))
+        timings["total"] = time.perf_counter() - start
+        return Result(images, request.each, timings)
+
+    __call__.__signature__ = calls.signature(
+        inspect.Parameter("callback", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("callback_every", inspect.Parameter.KEYWORD_ONLY, default=1),
+    )
+    __call__.__doc__ = f"""Make one picture for each prompt, in batches of the exported size.
+
+        Pictures are PIL images or uint8 (H, W, 3), masks PIL images or uint8 (H, W). The result's
+        `each` has the complete parameters of each picture, its `seeds` the seeds.
+
+        Args:
+{calls.documentation()}
+            callback: called with (done, calls, latents) after every `callback_every` model calls
+                and the last one; False stops.
+            callback_every: model calls between two calls of `callback`.
+        """
+
+    def _make(self, request: Request, watch: Watch) -> tuple[np.ndarray, dict[str, float]]:
+        """Divide the batches among the replicas; return all pictures and each stage's seconds."""
+        batch, count = self.manifest.batch_size, len(request.each)
+        chunks = [range(i, i + batch) for i in range(0, count, batch)]
+        jobs = [(chunk, self._tokens(request, chunk)) for chunk in chunks]
+        shares = [jobs[i :: len(self._replicas)] for i in range(len(self._replicas))]
+
+        def work(replica, share):
+            return [(chunk, replica.run(request, chunk, ids, watch)) for chunk, ids in share]
+
+        if len(self._replicas) == 1:
+            done = work(self._replicas[0], shares[0])
+        else:
+            with ThreadPoolExecutor(len(self._replicas)) as pool:
+                done = [out for part in pool.map(work, self._replicas, shares) for out in part]
+        done.sort(key=lambda item: item[0].start)
+        timings = {}
+        for _, (_, seconds) in done:
+            for name, value in seconds.items():
+                timings[name] = timings.get(name, 0.0) + value
+        return np.concatenate([images for _, (images, _) in done])[:count], timings
+
+    def warm_up(self) -> dict[str, float]:
+        """Compile everything that a call needs; return the seconds of each stage."""
+        prompts = [""] * (self.manifest.batch_size * len(self._replicas))
+        return self(prompts, num_steps=1, seed=0, **blank_pictures(self.manifest)).timings
+
+    def decode(self, latents: np.ndarray) -> np.ndarray:
+        """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures: a preview."""
+        return self._replicas[0].decode(latents)
+
+    def encode(self, pictures: np.ndarray) -> np.ndarray:
+        """Encode uint8 pictures (B, H, W, 3) as the latents that `decode` takes."""
+        check_image_encoder(self.manifest)
+        return self._replicas[0].encode(to_model(pictures))
+
+    def _tokens(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
+        """Tokenize a chunk's prompts, and its negative prompts where there are any."""
+
+        def ids(texts):
+            per_encoder = [tokenizer(texts) for tokenizer in self._tokenizers.values()]
+            return per_encoder[0] if len(per_encoder) == 1 else np.stack(per_encoder, axis=1)
+
+        tokens = {"tokens": ids(request.chunk("prompt", chunk))}
+        if request.shared.negative_prompt is not None:
+            tokens["negative_tokens"] = ids(request.chunk("negative_prompt", chunk))
+        return tokens
+
+
+def open_export(folder: Path) -> tuple[Manifest, dict[str, ClipTokenizer]]:
+    """Read an export's manifest and tokenizers; runners load its models."""
+    manifest = Manifest.read(folder)
+    if missing := [name for name in NEEDED if name not in manifest.components]:
+        raise ExportError(
+            f"{folder} holds no {', '.join(missing)}, which a pipeline needs. Export the missing "
+            f"components: {', '.join(missing)}."
+        )
+    tokenizers = {
+        name: ClipTokenizer.from_folder(folder / place)
+        for name, place in manifest.tokenizers.items()
+    }
+    return manifest, tokenizers

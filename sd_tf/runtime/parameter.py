@@ -1,0 +1,259 @@
+"""The description of one parameter of a call, and the checks that follow from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from sd_tf.errors import SdTfError
+from sd_tf.runtime import pictures
+from sd_tf.runtime.manifest import Manifest
+
+SHOWN = 60  # characters of a wrong value in a message
+INFINITE = float("inf")
+
+
+class Kind(StrEnum):
+    """The kinds of values. Code that reads, shows or stores values has a table by kind."""
+
+    TEXT = "text"
+    WHOLE = "whole number"
+    NUMBER = "number"
+    SEED = "seed"  # one number stands for itself and the ones that follow it
+    CHOICE = "choice"
+    PAIR = "pair"  # two whole numbers, (height, width) or (top, left)
+    PICTURE = "picture"
+    MASK = "mask"
+    ARRAY = "array"
+
+
+FILES = (Kind.PICTURE, Kind.MASK)
+WHOLES = (Kind.WHOLE, Kind.SEED)
+RANKS = {Kind.PICTURE: 3, Kind.MASK: 2, Kind.ARRAY: 3}  # dimensions of one picture's array
+
+
+class CallError(SdTfError):
+    """A value that a parameter does not take; a command puts the flag for its name."""
+
+    def __init__(self, parameter: str, message: str):
+        super().__init__(parameter, message)
+        self.parameter, self.message = parameter, message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A property of some exports; `whose` completes "… is only for" and "… is needed by"."""
+
+    whose: str
+    holds: Callable[[Manifest], bool]
+
+
+ANY = Condition("any checkpoint", lambda manifest: True)
+NONE = Condition("no checkpoint", lambda manifest: False)
+
+Bound = float | Callable[[Manifest], float] | None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """The description of a parameter, by which its values are checked, asked for and stored."""
+
+    kind: Kind
+    label: str  # on the page
+    help: str
+    least: Bound = None  # of a number
+    above: Bound = None  # of a number: an excluded lower bound
+    most: Bound = None  # of a number; of a text: characters
+    # Least, most and step of the slider on the page; None: the bound.
+    slider: tuple[float | None, float | None, float] | None = None
+    choices: Callable[[Manifest], Sequence[str]] | None = None
+    otherwise: Callable[[Manifest], Any] | None = None  # the default where the export decides it
+    each: bool = False  # one value for all pictures, or one for each
+    goes_with: str | None = None  # the parameter without which this one has no meaning
+    taken_by: Condition = ANY
+    needed_by: Condition = NONE
+    shown_by: Condition = ANY  # exports for which the page asks for it
+    in_python_only: bool = False
+    name: str = ""  # of the dataclass's field
+    default: Any = None  # of the field
+    is_required: bool = False  # the field has no default
+
+    @property
+    def is_file(self) -> bool:
+        return self.kind in FILES
+
+    @property
+    def fits_a_cell(self) -> bool:
+        """Whether a cell of a table, and a PNG's metadata, can hold a value."""
+        return not self.is_file and self.kind is not Kind.ARRAY
+
+    def default_for(self, manifest: Manifest) -> Any:
+        """Return the value to use where none is given; None: there is no default."""
+        return self.default if self.otherwise is None else self.otherwise(manifest)
+
+    def bounds(self, manifest: Manifest | None = None) -> tuple[Any, Any, Any]:
+        """Return `least`, `above` and `most`: None where open, or where no export is given."""
+
+        def of(bound):
+            if callable(bound):
+                return None if manifest is None else bound(manifest)
+            return bound
+
+        return of(self.least), of(self.above), of(self.most)
+
+    def rule(self, manifest: Manifest | None = None) -> str:
+        """Say what a value has to be, as the end of a sentence."""
+        least, above, most = self.bounds(manifest)
+        if self.kind is Kind.TEXT:
+            return "a text" if most is None else f"a text of at most {most} characters"
+        if self.kind is Kind.CHOICE:
+            known = () if manifest is None else self.choices(manifest)
+            return f"one of {', '.join(known)}" if known else "a text"
+        if self.kind is Kind.PAIR:
+            return "two whole numbers from 0, such as 512x768"
+        noun = "a whole number" if self.kind in WHOLES else "a number"
+        rest = [] if most is None else [f"up to {most}"]
+        if above is not None:
+            return " ".join([noun, f"above {above},", *rest]).rstrip(",")
+        if least is not None:
+            limit = ", the export's limit" if callable(self.most) else ""
+            return (
+                f"{noun} of at least {least}"
+                if most is None
+                else (f"{noun} from {least} to {most}{limit}")
+            )
+        return " ".join([noun if rest or self.kind in WHOLES else "a finite number", *rest])
+
+    def is_many(self, value: Any) -> bool:
+        """Whether `value` holds one value for each picture, not one for all."""
+        if isinstance(value, np.ndarray):
+            return value.ndim == RANKS.get(self.kind, 0) + 1
+        return self.each and isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+    def check(self, value: Any, manifest: Manifest | None = None) -> Any:
+        """Return one value as the models take it; CallError where it breaks the rule.
+
+        What depends on an export is checked only where its manifest is given.
+        """
+        if self.is_file or self.kind is Kind.ARRAY:
+            return self._array(value, manifest)
+        checked = READERS[self.kind](value)
+        if checked is None or not self._is_within(checked, manifest):
+            raise self.refusal(value, manifest)
+        return float(checked) if self.kind is Kind.NUMBER else checked
+
+    def from_text(self, text: str) -> Any:
+        """Parse a value from a command line or a cell of a table."""
+        try:
+            return PARSERS.get(self.kind, str)(text)
+        except ValueError as error:
+            raise self.refusal(text) from error
+
+    def refusal(self, value: Any, manifest: Manifest | None = None) -> CallError:
+        """Make the error of a wrong value."""
+        shown = repr(value)
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+        rule = self.rule(manifest)
+        return CallError(self.name, f"{self.name} is {rule}. Received: {shown}")
+
+    def _is_within(self, value: Any, manifest: Manifest | None) -> bool:
+        least, above, most = self.bounds(manifest)
+        if self.kind is Kind.CHOICE:
+            return manifest is None or value in self.choices(manifest)
+        if self.kind is Kind.PAIR:
+            return True
+        size = len(value) if self.kind is Kind.TEXT else value
+        return (
+            -INFINITE < size < INFINITE
+            and (least is None or size >= least)
+            and (above is None or size > above)
+            and (most is None or size <= most)
+        )
+
+    def _array(self, value: Any, manifest: Manifest) -> np.ndarray:
+        size = (manifest.width, manifest.height)
+        try:
+            if self.kind is Kind.PICTURE:
+                return pictures.levels(value, size)
+            if self.kind is Kind.MASK:
+                return pictures.grays(value, size)
+        except ValueError as error:
+            raise CallError(self.name, f"{self.name}: {error}") from error
+        array = np.asarray(value, "float32")
+        if array.shape != tuple(manifest.latent_shape):
+            message = f"{self.name} has the shape {tuple(manifest.latent_shape)} for each picture"
+            raise CallError(self.name, f"{message}. Received: {array.shape}")
+        return array
+
+
+def parameter(kind: Kind, label: str, help: str, default: Any = None, **known) -> Any:
+    """Make a dataclass's field that is a parameter; `known`: more of its description."""
+    return field(default=default, metadata={"parameter": Parameter(kind, label, help, **known)})
+
+
+# Readers: a value of the right type, or None.
+
+
+def _text(value: Any) -> str | None:
+    try:
+        return value if isinstance(value, str) and value.encode() is not None else None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return None
+
+
+def _whole(value: Any) -> int | None:
+    """Return a whole number, also of a float: pandas makes floats of a column with gaps."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return int(value) if float(value).is_integer() else None
+
+
+def _number(value: Any) -> Real | None:
+    return value if isinstance(value, Real) and not isinstance(value, bool) else None
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    numbers = [_whole(one) for one in value] if isinstance(value, list | tuple) else []
+    is_pair = len(numbers) == 2 and all(one is not None and one >= 0 for one in numbers)
+    return tuple(numbers) if is_pair else None
+
+
+READERS = {
+    Kind.TEXT: _text,
+    Kind.WHOLE: _whole,
+    Kind.NUMBER: _number,
+    Kind.SEED: _whole,
+    Kind.CHOICE: _text,
+    Kind.PAIR: _pair,
+}
+
+
+def _parsed_whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _parsed_pair(text: str) -> tuple[int, int]:
+    first, second = text.lower().split("x")
+    return int(first), int(second)
+
+
+PARSERS = {
+    Kind.WHOLE: _parsed_whole,
+    Kind.NUMBER: float,
+    Kind.SEED: _parsed_whole,
+    Kind.PAIR: _parsed_pair,
+}

@@ -1,0 +1,103 @@
+"""Read pictures of any mode and orientation as upright 8-bit RGB."""
+
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from sd_tf.errors import SdTfError
+
+# The only formats that are decoded: Pillow has decoders that start programs, as EPS, and that fill
+# the memory before the size of the picture is known, as ICO.
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF")
+MARGIN = 8  # pixels around each picture of a contact sheet
+
+
+class PictureError(SdTfError):
+    """A picture that cannot be used; the message ends a sentence that names the picture."""
+
+
+def open_picture(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image:
+    """Open a picture, upright and RGB, in its own size."""
+    try:
+        file = io.BytesIO(source) if isinstance(source, bytes) else source
+        with Image.open(file, formats=FORMATS) as image:  # decodes nothing yet
+            if math.prod(image.size) > most_pixels:
+                raise PictureError(f"the picture has more than {most_pixels} pixels")
+            return to_rgb(ImageOps.exif_transpose(image))
+    except (FileNotFoundError, PictureError):
+        raise
+    except UnidentifiedImageError as error:
+        raise PictureError("this is not a PNG, JPEG, WebP or AVIF picture") from error
+    except Exception as error:  # Pillow raises many types for damaged or too large files
+        raise PictureError(f"the picture is damaged ({error})") from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert to 8-bit RGB: transparency becomes white, and 16 bits are scaled to 8."""
+    if image.mode.startswith("I"):
+        levels = np.asarray(image).astype("float64")
+        is_16_bit = image.mode != "I" or levels.max() > 255  # "I" has 32 bits, of any range
+        scale = 255.0 / 65535.0 if is_16_bit else 1.0
+        return Image.fromarray(np.round(levels * scale).clip(0, 255).astype("uint8")).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    return image.convert("RGB")
+
+
+def square(image: Image.Image, size: int) -> Image.Image:
+    """Cut out the middle square, scaled to `size`."""
+    return ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
+
+
+def levels(picture, size: tuple[int, int]) -> np.ndarray:
+    """Return a picture as uint8 (H, W, 3): a PIL image scaled to `size`, or an array of it.
+
+    `size` is (width, height).
+    """
+    if isinstance(picture, Image.Image):
+        return _scaled(to_rgb(picture), size, Image.Resampling.LANCZOS)
+    return _checked(picture, (size[1], size[0], 3))
+
+
+def grays(picture, size: tuple[int, int]) -> np.ndarray:
+    """Return a mask as uint8 (H, W): a PIL image scaled to `size`, or an array of it."""
+    if isinstance(picture, Image.Image):
+        return _scaled(to_rgb(picture).convert("L"), size, Image.Resampling.NEAREST)
+    return _checked(picture, (size[1], size[0]))
+
+
+def _scaled(image: Image.Image, size: tuple[int, int], resample: Image.Resampling) -> np.ndarray:
+    return np.asarray(image if image.size == size else image.resize(size, resample))
+
+
+def _checked(picture, expected: tuple[int, ...]) -> np.ndarray:
+    picture = np.asarray(picture)
+    if picture.shape != expected or picture.dtype != np.uint8:
+        raise ValueError(
+            f"A picture is a PIL image, or an array of uint8 {expected}. "
+            f"Received: {picture.dtype} {picture.shape}"
+        )
+    return picture
+
+
+def to_model(pictures: np.ndarray) -> np.ndarray:
+    """Convert uint8 pictures to float32 in [-1, 1], as the models take them."""
+    return pictures.astype("float32") / 127.5 - 1.0
+
+
+def contact_sheet(images: np.ndarray) -> Image.Image:
+    """Arrange all pictures (N, H, W, 3) on one page."""
+    count, height, width, _ = images.shape
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    size = (columns * (width + MARGIN) + MARGIN, rows * (height + MARGIN) + MARGIN)
+    sheet = Image.new("RGB", size, "white")
+    for index, image in enumerate(images):
+        row, column = divmod(index, columns)
+        place = (MARGIN + column * (width + MARGIN), MARGIN + row * (height + MARGIN))
+        sheet.paste(Image.fromarray(image), place)
+    return sheet

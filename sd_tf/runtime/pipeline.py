@@ -1,0 +1,107 @@
+"""Run an export with TensorFlow: it needs the tokenizer, but no model code."""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from sd_tf.runtime.call import needed_pictures
+from sd_tf.runtime.chain import NEEDED, Chain, Result, open_export
+from sd_tf.runtime.compile_cache import publish, set_compile_cache
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.runner import Callback, Runner
+from sd_tf.runtime.saved_model import SavedModel, best_device, tell_misfit
+
+__all__ = [
+    "Callback",
+    "Pipeline",
+    "Result",
+    "set_compile_cache",
+]
+
+
+class Pipeline(Chain):
+    """An export that makes pictures with TensorFlow: see `load` and `__call__`."""
+
+    @classmethod
+    def load(
+        cls,
+        export_dir: str | Path,
+        jit_compile: bool = True,
+        compile_cache: str | Path | None = None,
+        devices: Sequence[str] | None = None,
+    ) -> "Pipeline":
+        """Read an export and check its files; nothing is compiled before the first call.
+
+        Args:
+            export_dir: the folder of an export.
+            jit_compile: run the signatures that XLA compiles; else their plain twins.
+            compile_cache: folder where compiled code is kept between processes. Set it before the
+                process first uses XLA, which reads the setting once.
+            devices: one replica on each, the images divided among them; None: TensorFlow's choice.
+        """
+        start = time.perf_counter()
+        if compile_cache is not None:
+            set_compile_cache(compile_cache)
+        folder = Path(export_dir)
+        manifest, tokenizers = open_export(folder)
+        manifest.check_files(folder)
+        known = [device.name for device in tf.config.list_logical_devices()]
+        devices = [None] if devices is None else [_device(name, known) for name in devices]
+        if not devices:
+            raise ValueError("At least one device is needed. Received: none")
+        replicas = [SavedModelRunner(folder, manifest, jit_compile, device) for device in devices]
+        return cls(manifest, replicas, tokenizers, time.perf_counter() - start)
+
+
+class SavedModelRunner(Runner):
+    """Runs the SavedModels on one device."""
+
+    def __init__(self, folder: Path, manifest: Manifest, jit_compile: bool, device: str | None):
+        super().__init__(manifest, jit_compile)
+        self.device = device
+        self._folder, self._lock = folder, threading.Lock()
+        if jit_compile:
+            kind = tf.DeviceSpec.from_string(device).device_type if device else best_device()
+            tell_misfit(manifest, kind.lower(), manifest.components)
+        at_once = [*manifest.components] if needed_pictures(manifest) else [*NEEDED]
+        with ThreadPoolExecutor(len(at_once)) as pool:
+            self.loaded = dict(zip(at_once, pool.map(self._load, at_once), strict=True))
+
+    def _load(self, component: str) -> SavedModel:
+        compiled = self.jit_compile and component != "text_encoder"
+        self._check_same(component)
+        loaded = SavedModel(self._folder, component, optimize=not compiled, device=self.device)
+        self._check_same(component)
+        return loaded
+
+    def _check_same(self, component: str) -> None:
+        """Refuse to mix components of two exports."""
+        if Manifest.read(self._folder) != self.manifest:
+            raise ExportError(
+                f"{self._folder} holds another export than when this pipeline was opened, and the "
+                f"{component} is not loaded yet. Load the pipeline again."
+            )
+
+    def component(self, name: str) -> SavedModel:
+        """Return a component's SavedModel; the image encoder is loaded when first needed."""
+        with self._lock:
+            if name not in self.loaded:
+                self.loaded[name] = self._load(name)
+        return self.loaded[name]
+
+    def call(self, component: str, endpoint: str, **inputs) -> dict[str, np.ndarray]:
+        outputs = self.component(component).run(self.signature(component, endpoint), inputs)
+        publish()
+        return outputs
+
+
+def _device(name: str, known: list[str]) -> str:
+    matches = [device for device in known if device.lower().endswith(name.lower().lstrip("/"))]
+    if len(matches) != 1:
+        raise ValueError(f"A device is one of {', '.join(known)}. Received: {name!r}")
+    return matches[0]

@@ -1,0 +1,67 @@
+"""Check a call against an export, and complete it with an entry for each picture."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sd_tf.runtime.call import EDIT, Call, use_of_picture
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.sampling.tables import start_row
+
+# SDXL's refiner is conditioned on how beautiful a picture is to be.
+AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call's pictures, and what runners need to know beside the values of the parameters."""
+
+    each: Sequence[Call]  # one for each picture
+    scheduler: int  # its number, as signatures take it
+    model_calls: int  # for all steps
+    start: int  # the first model call that is made
+    time_ids: np.ndarray | None  # SDXL's size numbers
+    negative_time_ids: np.ndarray | None
+
+    @property
+    def shared(self) -> Call:
+        """The first picture's call, for the values that all pictures share."""
+        return self.each[0]
+
+    def chunk(self, name: str, chunk: range) -> list:
+        """Return a parameter's values for a chunk; beyond the last picture its value repeats."""
+        return [getattr(self.each[min(i, len(self.each) - 1)], name) for i in chunk]
+
+
+def read_request(manifest: Manifest, call: Call) -> Request:
+    """Check and complete a call; CallError or ExportError where the export cannot do it."""
+    each = call.completed(manifest).divided()
+    shared = each[0]
+    start = 0
+    if shared.image is not None and use_of_picture(manifest) != EDIT:
+        start = start_row(shared.scheduler, shared.num_steps, shared.strength)
+    time_ids, negative_time_ids = _time_ids(manifest, shared)
+    return Request(
+        each=each,
+        scheduler=manifest.scheduler_number(shared.scheduler),
+        model_calls=manifest.model_calls(shared.scheduler, shared.num_steps),
+        start=start,
+        time_ids=time_ids,
+        negative_time_ids=negative_time_ids,
+    )
+
+
+def _time_ids(manifest: Manifest, call: Call) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return SDXL's size numbers for the prompt and for the negative prompt."""
+    if not manifest.time_ids:
+        return None, None
+    size = (manifest.height, manifest.width)
+    corner = (0, 0) if call.crop_top_left is None else call.crop_top_left
+    ids = [*(size if call.original_size is None else call.original_size), *corner]
+    if manifest.time_ids == 5:
+        both = [*ids, AESTHETIC_SCORE], [*ids, NEGATIVE_AESTHETIC_SCORE]
+    else:
+        ids += size if call.target_size is None else call.target_size
+        both = ids, ids
+    return tuple(np.array(numbers, "float32") for numbers in both)

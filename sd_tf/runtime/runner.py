@@ -1,0 +1,176 @@
+"""The base class of runners, which take one batch from model to model."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sd_tf.runtime.call import EDIT, use_of_picture
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.pictures import to_model
+from sd_tf.runtime.request import Request
+
+PLAIN = "plain_"
+# Component → the endpoints that a runner calls. JAX compiles these and no others, and Ray compiles
+# the loop's at the start; the remaining ones are for a server's clients.
+CALLED = {
+    "text_encoder": ("serving_default", "encode"),
+    "diffusion_model": ("noise", "begin", "begin_image", "segment"),
+    "decoder": ("serving_default",),
+    "image_encoder": ("serving_default",),
+}
+PAINTED = 128  # of 255: from here on a mask says "paint"
+
+# Called on the way with (model calls done, calls in all, latents (B, h, w, 4)); returning False
+# stops the run.
+Callback = Callable[[int, int, np.ndarray], bool | None]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A callback, and after how many model calls it is called."""
+
+    callback: Callback | None
+    every: int
+
+
+class Runner(ABC):
+    """Runs an export's models on one batch at a time. A subclass says where."""
+
+    def __init__(self, manifest: Manifest, jit_compile: bool):
+        self.manifest = manifest
+        self.jit_compile = jit_compile
+
+    @abstractmethod
+    def call(self, component: str, endpoint: str, **inputs) -> Mapping[str, Any]:
+        """Run one endpoint; return outputs that `to_host` and another `call` take."""
+
+    def to_host(self, value) -> np.ndarray:
+        return np.asarray(value)
+
+    def signature(self, component: str, endpoint: str) -> str:
+        """Return the endpoint's signature: the compiled one, or its plain twin if it has one."""
+        name = endpoint if self.jit_compile else PLAIN + endpoint
+        return name if name in self.manifest.components[component].signatures else endpoint
+
+    def decode(self, latents) -> np.ndarray:
+        outputs = self.call("decoder", "serving_default", latent=latents)
+        return self.to_host(outputs["generated_images"])
+
+    def encode(self, images) -> np.ndarray:
+        """Encode pictures (B, H, W, 3) in [-1, 1] as scaled latents."""
+        return self.manifest.latent_scale.apply(self._posterior_mode(images))
+
+    def _posterior_mode(self, images) -> np.ndarray:
+        latent = self.call("image_encoder", "serving_default", images=images)["latent"]
+        return self.to_host(latent)
+
+    def run(self, request: Request, chunk: range, tokens: Mapping[str, np.ndarray], watch: Watch):
+        """Make one batch; return its pictures (B, H, W, 3) and the seconds of each stage."""
+        clock = Clock()
+        endpoint = "encode" if "negative_tokens" in tokens else "serving_default"
+        conditions = dict(self.call("text_encoder", endpoint, **tokens))
+        self.to_host(conditions["context"])  # waits until it is computed
+        clock.stop("text_encoder")
+        if request.time_ids is not None:
+            shape = (len(chunk), len(request.time_ids))
+            conditions["time_ids"] = np.broadcast_to(request.time_ids, shape)
+            conditions["unconditional_time_ids"] = np.broadcast_to(request.negative_time_ids, shape)
+        image_latent = self._encode_images(request, chunk, conditions)
+        if request.shared.image is not None:
+            clock.stop("image_encoder")
+        latents = self._denoise(request, chunk, conditions, image_latent, watch)
+        clock.stop("diffusion_model")
+        images = self.decode(latents)
+        clock.stop("decoder")
+        return images, clock.seconds
+
+    def _encode_images(self, request: Request, chunk: range, conditions: dict[str, Any]):
+        """Return the scaled latents to start from, or None; add the others to `conditions`."""
+        if request.shared.image is None:
+            return None
+
+        image = to_model(np.stack(request.chunk("image", chunk)))
+        if use_of_picture(self.manifest) == EDIT:  # trained on latents that are not scaled
+            conditions["conditioning_latent"] = self._posterior_mode(image)
+            return None
+
+        has_mask = request.shared.mask is not None
+        if has_mask:
+            height, width, _ = self.manifest.latent_shape
+            rows = np.arange(height) * self.manifest.height // height
+            columns = np.arange(width) * self.manifest.width // width
+            paint = np.stack(request.chunk("mask", chunk))[..., None] >= PAINTED
+            conditions["mask"] = paint[:, rows][:, :, columns].astype("float32")
+            conditions["masked_image_latent"] = self.encode(np.where(paint, np.float32(0), image))
+        return self.encode(image) if request.start > 0 or not has_mask else None
+
+    def _denoise(self, request: Request, chunk: range, conditions, image_latent, watch: Watch):
+        seeds = np.array(request.chunk("seed", chunk), "int32")
+        steps = {
+            "scheduler": np.int32(request.scheduler),
+            "num_steps": np.int32(request.shared.num_steps),
+        }
+        state = self._begin(request, chunk, seeds, steps, image_latent)
+        inputs = {**conditions, **steps, **self._scales(request), "seed": seeds}
+        calls = request.model_calls
+        every = watch.every if watch.callback is not None else calls
+        for start in range(request.start, calls, every):
+            stop = min(start + every, calls)
+            state = self.call(
+                "diffusion_model",
+                "segment",
+                **state,
+                **inputs,
+                first=np.int32(request.start),
+                start=np.int32(start),
+                stop=np.int32(stop),
+            )
+            if watch.callback is not None:
+                done, all_calls = stop - request.start, calls - request.start
+                if watch.callback(done, all_calls, self.to_host(state["latent"])) is False:
+                    break
+        return self.to_host(state["latent"])
+
+    def _begin(self, request: Request, chunk: range, seeds, steps, image_latent) -> dict[str, Any]:
+        """Return the state before the first model call: noise, or a picture with noise."""
+        if request.shared.noise is None:
+            noise = self.call("diffusion_model", "noise", seed=seeds)["noise"]
+        else:
+            noise = np.stack(request.chunk("noise", chunk))
+        if image_latent is None:
+            state = self.call("diffusion_model", "begin", noise=noise, **steps)
+        else:
+            state = self.call(
+                "diffusion_model",
+                "begin_image",
+                noise=noise,
+                image_latent=image_latent,
+                start=np.int32(request.start),
+                **steps,
+            )
+        shape = (self.manifest.history, len(chunk), *self.manifest.latent_shape)
+        history = np.zeros(shape, "float32")
+        return {"latent": state["latent"], "history": history}
+
+    def _scales(self, request: Request) -> dict[str, np.ndarray]:
+        scales = {"unconditional_guidance_scale": np.float32(request.shared.guidance_scale)}
+        if use_of_picture(self.manifest) == EDIT:
+            scales["image_guidance_scale"] = np.float32(request.shared.image_guidance_scale)
+        return scales
+
+
+@dataclass
+class Clock:
+    """Seconds between stops, by name."""
+
+    last: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def stop(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self.last
+        self.last = now

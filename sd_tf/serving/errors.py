@@ -1,0 +1,19 @@
+"""The errors of what serves exports."""
+
+from sd_tf.errors import SdTfError
+
+
+class BatchError(SdTfError):
+    """A batch job that cannot be run: the rule, what was received, how to mend it."""
+
+
+class ServingError(SdTfError):
+    """A serving folder or setting that is refused: the rule, what was received, how to mend it."""
+
+
+class RefusedError(Exception):
+    """A request that cannot be answered: HTTP's status and why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status, self.message = status, message

@@ -1,0 +1,119 @@
+"""Who may call: the web pages and host names that are known, and callers that have the key."""
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sd_tf.serving.errors import RefusedError, ServingError
+
+SHORTEST_KEY = 16  # characters
+SCHEME = "Bearer "
+JSON = "application/json"
+# Paths without secrets, which answer without the key: the page itself, and whether the server runs.
+OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready")
+OPEN_FOLDER = "/static/"
+
+
+@dataclass(frozen=True)
+class Access:
+    """The rules by which a request is let in."""
+
+    host: str  # that the server listens on
+    origins: tuple[str, ...] = ()  # of other sites whose pages may call, as scheme://host[:port]
+    key_hash: bytes | None = None  # None: no key is needed
+
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+        """Let an HTTP request in, or raise RefusedError."""
+        self._check_host(headers.get("host", ""))
+        if method not in ("GET", "HEAD"):
+            self._check_origin(headers)
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != JSON:
+                raise RefusedError(
+                    415, f"Send the header `Content-Type: {JSON}`. Received: {_shown(kind)}"
+                )
+        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
+            self.check_key(headers.get("authorization"))
+
+    def check_key(self, authorization: str | None) -> None:
+        """Compare the key of an `Authorization` header, in a time that tells nothing about it."""
+        if self.key_hash is None:
+            return
+        given = (authorization or "").removeprefix(SCHEME)
+        if not hmac.compare_digest(hash_of(given), self.key_hash):
+            raise RefusedError(401, f"Send the server's key as `Authorization: {SCHEME}KEY`.")
+
+    def _check_host(self, host: str) -> None:
+        """Refuse foreign names: a site can give its own name this server's address (rebinding)."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            name = ""
+        if not _is_address(name) and name not in self._names():
+            raise RefusedError(
+                403,
+                f"This server does not go by the name {_shown(host)}. If it should, start it with "
+                f"--allow_origin http://NAME.",
+            )
+
+    def _names(self) -> set[str]:
+        allowed = {urlsplit(origin).hostname for origin in self.origins}
+        return {"localhost", self.host.lower(), socket.gethostname().lower(), *allowed}
+
+    def _check_origin(self, headers: Mapping[str, str]) -> None:
+        """Refuse what pages of other sites send: browsers name the page's site, others nothing."""
+        origin = headers.get("origin")
+        if origin is None or origin in self.origins:
+            return
+        if origin.lower().partition("://")[2] != headers["host"].lower():
+            raise RefusedError(
+                403,
+                f"Pages of {_shown(origin)} may not call this server. To allow it, start the "
+                f"server with --allow_origin {_shown(origin)}.",
+            )
+
+
+def read_key(path: str | Path) -> bytes:
+    """Read the key in a file; return its hash, which is all that the servers need."""
+    key = Path(path).read_text(encoding="utf-8").strip()
+    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise ServingError(
+            f"`api_key_file` holds one key: at least {SHORTEST_KEY} letters, digits and signs of "
+            f"ASCII, without spaces. {path} does not. One is made by `openssl rand -hex 32`."
+        )
+    return hash_of(key)
+
+
+def read_origin(text: str) -> str:
+    """Check an origin; return it as browsers write it."""
+    try:
+        parts = urlsplit(text)
+        is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one or "@" in parts.netloc or (parts.path + parts.query + parts.fragment).strip("/"):
+        raise ServingError(
+            f"`allow_origin` is http://HOST or https://HOST, perhaps with :PORT. Received: {text!r}"
+        )
+    return f"{parts.scheme}://{parts.netloc.lower()}"
+
+
+def hash_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(text: str) -> str:
+    return repr(text[:100])

@@ -1,0 +1,214 @@
+"""Read and check the body of POST /generate: a call's parameters, and how to deliver pictures."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Any
+
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from sd_tf.runtime.call import Call, parameters_of
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.parameter import NONE, Kind, Parameter, parameter
+from sd_tf.runtime.pictures import PictureError, open_picture
+from sd_tf.runtime.request import read_request
+from sd_tf.serving.errors import RefusedError
+from sd_tf.serving.ray_app.batching import Events, Job, Together
+
+MOST_PREVIEWS = 20
+MOST_PIXELS = 16 << 20  # of a picture that is sent
+MOST_COUNT = 10_000
+LONGEST_TIMEOUT = 3600.0
+MOST_COMMAS = 100_000  # of a body; they bound the number of its values before it is parsed
+MOST_PROBLEMS, LONGEST_PROBLEM = 10, 400  # of a body that are reported, and characters of each
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The parameters of a body beside the call: how many pictures, and how to deliver them."""
+
+    _: KW_ONLY
+    count: int | None = parameter(
+        Kind.WHOLE, "Pictures", "pictures for each prompt", default=1, least=1, most=MOST_COUNT
+    )
+    previews: int | None = parameter(
+        Kind.WHOLE,
+        "Previews",
+        "unfinished pictures, sent on the way in a stream of events",
+        default=0,
+        least=0,
+        most=MOST_PREVIEWS,
+        shown_by=NONE,  # the page decides for itself
+    )
+    timeout: float | None = parameter(
+        Kind.NUMBER,
+        "Timeout",
+        "seconds after which the server gives up (default: the server's)",
+        above=0,
+        most=LONGEST_TIMEOUT,
+        shown_by=NONE,
+    )
+
+
+DELIVERY = parameters_of(Delivery)
+
+
+def body_parameters() -> dict[str, Parameter]:
+    """Return all parameters that a body can have, by name."""
+    calls = {n: known for n, known in Call.parameters().items() if not known.in_python_only}
+    return {**calls, **DELIVERY}
+
+
+TYPES = {
+    Kind.TEXT: str,
+    Kind.WHOLE: int,
+    Kind.NUMBER: float,
+    Kind.SEED: int,
+    Kind.CHOICE: str,
+    Kind.PAIR: list[int],
+    Kind.PICTURE: str,
+    Kind.MASK: str,
+}
+
+
+def _field(known: Parameter) -> tuple[Any, Any]:
+    """Return a parameter's type and pydantic field; its bounds are checked by the call itself."""
+    kind = TYPES[known.kind]
+    if known.each and not known.is_file:
+        kind = kind | Annotated[list[kind], Field(fail_fast=True)]
+    least, above, most = known.bounds()
+    largest = "maxLength" if known.kind is Kind.TEXT else "maximum"
+    limits = {"minimum": least, "exclusiveMinimum": above, largest: most}
+    extra = {name: bound for name, bound in limits.items() if bound is not None}
+    text = f"{known.help} (a file in base64)" if known.is_file else known.help
+    described = {"title": known.label, "description": text, "json_schema_extra": extra}
+    if known.is_required:
+        return kind, Field(**described)
+    is_servers = known.name not in DELIVERY  # the server has its default, which /about tells
+    return kind | None, Field(None if is_servers else known.default, **described)
+
+
+Body = create_model(
+    "Body",
+    __config__=ConfigDict(extra="forbid", strict=True, json_schema_extra={"title": "Pictures"}),
+    __module__=__name__,
+    **{name: _field(known) for name, known in body_parameters().items()},
+)
+
+
+def values_of(body: bytes) -> dict[str, Any]:
+    """Return the values that a body gives, checked by type."""
+    if body.count(b",") > MOST_COMMAS:
+        raise RefusedError(422, f"The body has more than {MOST_COMMAS} commas.")
+    try:
+        read: BaseModel = Body.model_validate_json(body)
+    except ValidationError as error:
+        raise RefusedError(422, _problems(error)) from error
+    values = {name: getattr(read, name) for name in read.model_fields_set}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The pictures that a body asks for."""
+
+    call: Mapping[str, Any]
+    delivery: Delivery
+
+    @classmethod
+    def read(cls, body: bytes, defaults: Mapping[str, Any]) -> "GenerateRequest":
+        """Read a body; `defaults` are the server's values for parameters that it does not give."""
+        values = {**defaults, **values_of(body)}
+        delivery = {name: values.pop(name) for name in DELIVERY if name in values}
+        try:
+            checked = {name: DELIVERY[name].check(value) for name, value in delivery.items()}
+        except ValueError as error:
+            raise RefusedError(422, str(error)) from error
+        return cls(values, Delivery(**checked))
+
+    def jobs(self, manifest: Manifest, most: int, streams: bool) -> list[Job]:
+        """Return a job for each picture, all with one queue of events, or refuse the call."""
+        given = self.call["prompt"]
+        given = [given] if isinstance(given, str) else given
+        count = len(given) * self.delivery.count
+        if not 1 <= count <= most:
+            raise RefusedError(422, f"One call gives 1 to {most} pictures. Received: {count}")
+        prompts = [prompt for prompt in given for _ in range(self.delivery.count)]
+        known = Call.parameters()
+        values = {
+            name: _picture(name, value) if known[name].is_file else value
+            for name, value in self.call.items()
+        }
+        try:
+            request = read_request(manifest, Call(**{**values, "prompt": prompts}))
+        except (ExportError, ValueError) as error:
+            raise RefusedError(422, str(error)) from error
+        together = Together(request.shared.alike(), request.model_calls - request.start)
+        events = Events()
+        return [
+            Job(
+                index=index,
+                call=call,
+                together=together,
+                events=events,
+                every_step=streams,
+                previews=self.delivery.previews,
+            )
+            for index, call in enumerate(request.each)
+        ]
+
+
+def form_fields(
+    manifest: Manifest, defaults: Mapping[str, Any], most_count: int
+) -> list[dict[str, Any]]:
+    """Describe the fields of the page's form, for the script that builds them."""
+    has_encoder = "image_encoder" in manifest.components
+    fields = []
+    for name, known in body_parameters().items():
+        needs_picture = known.is_file or known.goes_with is not None
+        is_asked = known.taken_by.holds(manifest) and known.shown_by.holds(manifest)
+        if not is_asked or (needs_picture and not has_encoder):
+            continue
+        least, above, most = known.bounds(manifest)
+        field = {
+            "name": name,
+            "kind": known.kind,
+            "label": known.label,
+            "help": known.help,
+            "least": least,
+            "above": above,
+            "most": most_count if name == "count" else most,
+            "slider": known.slider,
+            "default": defaults.get(name, known.default_for(manifest)),
+            "required": known.is_required or known.needed_by.holds(manifest),
+            "goes_with": known.goes_with,
+        }
+        if known.choices is not None:
+            field["choices"] = list(known.choices(manifest))
+        fields.append(field)
+    return fields
+
+
+def _picture(name: str, content: str) -> Image.Image:
+    try:
+        return open_picture(base64.b64decode(content, validate=True), MOST_PIXELS)
+    except PictureError as error:
+        raise RefusedError(422, f"{name}: {error}.") from error
+    except ValueError as error:  # of base64, also for letters beyond ASCII
+        raise RefusedError(422, f"{name}: this is not base64 ({error}).") from error
+
+
+def _problems(error: ValidationError) -> str:
+    """Return the first problems of a body as one text."""
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    shown = [_problem(one)[:LONGEST_PROBLEM] for one in errors[:MOST_PROBLEMS]]
+    more = len(errors) - len(shown)
+    return "; ".join([*shown, f"and {more} more"] if more else shown)
+
+
+def _problem(error: dict) -> str:
+    place = ".".join(str(part) for part in error["loc"] if part not in ("str", "list[str]"))
+    if error["type"] == "extra_forbidden":
+        return f"{place}: there is no such parameter. There are {', '.join(body_parameters())}."
+    return f"{place}: {error['msg']}" if place else error["msg"]

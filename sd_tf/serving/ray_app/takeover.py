@@ -1,0 +1,126 @@
+"""The export that the front draws with, and its change to the one that is in the folder now."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sd_tf.errors import SdTfError
+from sd_tf.runtime.chain import Chain, open_export
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.runner import Runner
+from sd_tf.serving.ray_app.models import export_digest, version_of
+
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0  # seconds before an export that failed is tried again
+
+log = logging.getLogger("ray.serve")
+
+
+class TakeoverError(SdTfError):
+    """The export in the folder cannot be taken up, so the one before it is served."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """An export whose components are loaded and warm in every replica."""
+
+    digest: str
+    manifest: Manifest
+    chain: Chain
+
+    @property
+    def version(self) -> int:
+        return version_of(self.digest)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An export that could not be taken up, and when it is tried again."""
+
+    digest: str
+    message: str
+    pause: float
+    again: float  # of `time.monotonic`
+
+
+class Takeover:
+    """Changes from one export to the next: in all components, or in none."""
+
+    def __init__(
+        self,
+        folder: Path,
+        models: Mapping[str, Any],
+        runner: Callable[[Manifest, str], Runner],
+    ):
+        """Serve the export in the folder.
+
+        Args:
+            models: the deployments' handles, by component.
+            runner: makes the runner of an export from its manifest and its digest.
+        """
+        self.folder, self.models, self.runner = folder, models, runner
+        self.served = self._open(export_digest(folder))
+        self._changing = asyncio.Lock()
+        self._failed: Failure | None = None
+
+    async def change(self) -> None:
+        """Serve the export that is in the folder now, once every replica has it ready.
+
+        If one replica fails, all stay with the export before. An export that failed is tried
+        again after a pause, which doubles each time; until then this raises at once.
+        """
+        async with self._changing:
+            digest = await asyncio.to_thread(self._digest)
+            if digest == self.served.digest:
+                self._failed = None
+                return
+            before = self._failed if self._failed and self._failed.digest == digest else None
+            if before is not None and time.monotonic() < before.again:
+                raise TakeoverError(before.message)
+            try:
+                served = await asyncio.to_thread(self._open, digest)
+                for handle in self.models.values():
+                    await handle.broadcast("load", digest).results_async()
+            except Exception as error:  # of any kind: the replicas' own, or Ray's if one died
+                pause = min(LONGEST_PAUSE, 2 * before.pause) if before else FIRST_PAUSE
+                message = (
+                    f"The export in {self.folder} cannot be served, so the one before it is: "
+                    f"{said(error)}"
+                )
+                self._failed = Failure(digest, message, pause, time.monotonic() + pause)
+                await self._keep(self.served.digest)
+                raise TakeoverError(message) from error
+            self.served, self._failed = served, None
+            await self._keep(digest)
+            log.info("serving the export %s as version %d", digest, served.version)
+
+    def _digest(self) -> str:
+        try:
+            return export_digest(self.folder)
+        except OSError as error:
+            raise TakeoverError(f"{self.folder} holds no export: {error}") from error
+
+    def _open(self, digest: str) -> Served:
+        manifest, tokenizers = open_export(self.folder)
+        manifest.check_files(self.folder)
+        chain = Chain(manifest, [self.runner(manifest, digest)], tokenizers, 0.0)
+        if self._digest() != digest:
+            raise TakeoverError(f"{self.folder} changed while it was read.")
+        return Served(digest, manifest, chain)
+
+    async def _keep(self, digest: str) -> None:
+        """Have every replica release all other exports, when calls with them have ended."""
+        for component, handle in self.models.items():
+            try:
+                await handle.broadcast("keep", digest).results_async()
+            except Exception as error:  # a replica that died has nothing to release
+                log.warning("%s could not be told what to keep: %s", component, said(error))
+
+
+def said(error: Exception) -> str:
+    """Return an error's own words: Ray's wrapper around a remote one is a traceback."""
+    cause = getattr(error, "cause", None) or error
+    return str(cause) if isinstance(cause, ValueError) else repr(cause)

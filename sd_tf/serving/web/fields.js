@@ -1,0 +1,120 @@
+// The form's fields, built from the server's description of a request.
+
+import { element } from "./dom.js";
+
+const CONTROLS = {
+  text: textArea,
+  "whole number": numberInput,
+  number: numberInput,
+  seed: seedInput,
+  choice: select,
+  picture: fileInput,
+  mask: fileInput,
+};
+const MAY_BE_LEFT_OUT = ["text", "picture"]; // labelled optional; the others always have a value
+
+export const isFile = (field) => field.kind === "picture" || field.kind === "mask";
+export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
+const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
+
+// Order: pictures and the fields that go with them, texts, small fields, and the seed last.
+export function build(fields) {
+  const pictures = fields.filter(goesWithFile);
+  const others = fields.filter((field) => !goesWithFile(field));
+  const texts = others.filter((field) => field.kind === "text");
+  const seeds = others.filter((field) => field.kind === "seed");
+  const small = others.filter((field) => !texts.includes(field) && !seeds.includes(field));
+  return [
+    ...(pictures.length > 0 ? [pair([...pictures.map(fieldOf), chosenPicture()])] : []),
+    ...texts.map(fieldOf),
+    pair(small.map(fieldOf)),
+    ...seeds.map(fieldOf),
+  ];
+}
+
+const pair = (children) => element("div", { class: "pair" }, ...children);
+
+function fieldOf(field) {
+  const label = element("label", { for: field.name }, field.label);
+  if (!field.required && MAY_BE_LEFT_OUT.includes(field.kind)) {
+    label.append(" ", element("small", {}, "optional"));
+  }
+  return element(
+    "div",
+    { class: "field" },
+    label,
+    CONTROLS[field.kind](field),
+    element("p", { class: "hint", id: `${field.name}-hint` }, hint(field)),
+    element("p", { class: "error", id: `${field.name}-error` }),
+  );
+}
+
+function hint({ kind, help, least, most }) {
+  if (kind === "whole number") return most === null ? `from ${least}` : `${least} to ${most}`;
+  return kind === "number" || kind === "mask" ? help : "";
+}
+
+export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+// The attributes of every control: its name, and the texts that describe it.
+const common = ({ name }) => ({
+  id: name,
+  name,
+  "aria-describedby": `${name}-error ${name}-hint`,
+});
+
+function textArea(field) {
+  return element("textarea", { ...common(field), rows: 1, placeholder: sentence(field.help) });
+}
+
+function numberInput(field) {
+  const isWhole = field.kind === "whole number";
+  const input = element("input", {
+    ...common(field),
+    type: "number",
+    step: isWhole ? 1 : "any",
+    inputmode: isWhole ? "numeric" : "decimal",
+    ...(field.least === null ? {} : { min: field.least }),
+    ...(field.most === null ? {} : { max: field.most }),
+  });
+  if (field.slider === null) return input;
+  const [least, most, step] = field.slider;
+  const slider = element("input", {
+    type: "range",
+    "data-for": field.name,
+    min: least ?? field.least,
+    max: most ?? field.most,
+    step,
+    tabindex: -1,
+    "aria-hidden": true,
+  });
+  return element("div", { class: "slider" }, slider, input);
+}
+
+function seedInput(field) {
+  const random = element("input", { type: "checkbox", id: "random", checked: "" });
+  return element(
+    "div",
+    { class: "seed" },
+    element("input", { ...common(field), type: "number", step: 1 }),
+    element("label", { class: "check" }, random, " Random"),
+  );
+}
+
+function select(field) {
+  const options = field.choices.map((name) => element("option", { value: name }, name));
+  return element("select", { ...common(field), title: sentence(field.help) }, ...options);
+}
+
+function fileInput(field) {
+  const title = sentence(field.help);
+  return element("input", { ...common(field), type: "file", accept: "image/*", title });
+}
+
+const chosenPicture = () =>
+  element(
+    "div",
+    { class: "given", id: "given", hidden: "" },
+    element("img", { id: "given-picture", alt: "The picture that was chosen" }),
+    element("button", { type: "button", class: "quiet", id: "forget" }, "Remove"),
+  );

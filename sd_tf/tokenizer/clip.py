@@ -1,0 +1,244 @@
+"""CLIP's byte-pair tokenizer: text → int32 ids of a fixed length.
+
+Ids equal those of transformers' CLIPTokenizer, even in one surprising case: SD2 pads with "!",
+which is therefore a special token and is recognised as such inside a prompt, too.
+"""
+
+import gzip
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers.models import BPE
+
+from sd_tf.config import END_TOKEN, START_TOKEN
+from sd_tf.errors import SdTfError
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
+START, END = "<|startoftext|>", "<|endoftext|>"
+WORD_END = "</w>"
+# Special tokens, contractions, runs of letters, single digits, runs of anything else.
+WORDS = (
+    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d"
+    r"|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+)
+
+
+class TokenizerError(SdTfError):
+    """Tokenizer files that are missing, or that do not describe a CLIP tokenizer."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The ids of one text, at the fixed length, and the end of the text that was cut off."""
+
+    ids: tuple[int, ...]
+    cut: str
+
+
+class ClipTokenizer:
+    """Turns texts into ids of a fixed length: start token, text, end token, padding."""
+
+    def __init__(self, backend: Tokenizer, pad_token: str = END, max_length: int = 77):
+        for token in (START, END, pad_token):
+            if backend.token_to_id(token) is None:
+                raise TokenizerError(f"The tokenizer's vocabulary has no token {token!r}.")
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_special_tokens([START, END, pad_token])
+        self._backend = backend
+        self.pad_token = pad_token
+        self.max_length = max_length
+
+    @classmethod
+    def clip(cls, pad_token_id: int = END_TOKEN, max_length: int = 77) -> "ClipTokenizer":
+        """Build the tokenizer of all Stable Diffusion releases from the packaged vocabulary."""
+        backend = _clip_backend(*_shipped_vocabulary())
+        return cls(backend, backend.id_to_token(pad_token_id), max_length)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "ClipTokenizer":
+        """Read a checkpoint's own tokenizer, with the tokens that textual inversion added to it."""
+        folder = Path(folder)
+        settings = {
+            **_read_json(folder / "tokenizer_config.json"),
+            **_read_json(folder / "special_tokens_map.json"),  # wins where the two disagree
+        }
+        if (folder / "tokenizer.json").is_file():
+            try:
+                backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            except Exception as error:  # the library raises nothing narrower
+                raise TokenizerError(
+                    f"{folder / 'tokenizer.json'} cannot be read: {error}"
+                ) from error
+        else:
+            backend = _read_vocabulary(folder)
+            _add_tokens(backend, folder, settings)
+        pad = settings.get("pad_token") or END
+        pad = pad["content"] if isinstance(pad, dict) else pad
+        # Without a limit, or with the huge number that transformers writes for none, it is 77.
+        length = settings.get("model_max_length", 77)
+        return cls(backend, pad, length if length <= 10_000 else 77)
+
+    @property
+    def pad_token_id(self) -> int:
+        return self._backend.token_to_id(self.pad_token)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> Encoding:
+        """Encode one text; tokens beyond the fixed length are cut off before the end token."""
+        if not isinstance(text, str):
+            raise TypeError(f"A prompt must be a str. Received: {text!r}")
+        encoding = self._backend.encode(text)
+        ids, cut = encoding.ids, ""
+        if len(ids) > self.max_length:
+            last = self.max_length - 1
+            cut = text[encoding.offsets[last][0] :]
+            ids = [*ids[:last], self._backend.token_to_id(END)]
+        padding = [self.pad_token_id] * (self.max_length - len(ids))
+        return Encoding((*ids, *padding), cut)
+
+    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
+        texts = [texts] if isinstance(texts, str) else texts
+        encodings = [self.encode(text) for text in texts]
+        for encoding in encodings:
+            if encoding.cut:
+                logger.warning(
+                    "The prompt is longer than %d tokens; this part of it was cut: %r",
+                    self.max_length,
+                    encoding.cut,
+                )
+        return np.array([e.ids for e in encodings], "int32").reshape(-1, self.max_length)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files that diffusers, transformers and `from_folder` read."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        self._backend.model.save(str(folder))  # vocab.json and merges.txt, for older readers
+        special = {
+            "bos_token": START,
+            "eos_token": END,
+            "pad_token": self.pad_token,
+            "unk_token": END,
+        }
+        settings = {
+            **special,
+            "model_max_length": self.max_length,
+            "tokenizer_class": "CLIPTokenizer",
+        }
+        (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _clip_backend(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    """Build a tokenizer with CLIP's rules from a vocabulary and its merges."""
+    backend = Tokenizer(
+        BPE(
+            vocab=vocab,
+            merges=merges,
+            continuing_subword_prefix="",
+            end_of_word_suffix=WORD_END,
+            fuse_unk=False,
+            unk_token=END,
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.RobertaProcessing(
+        (END, vocab.get(END, END_TOKEN)),
+        (START, vocab.get(START, START_TOKEN)),
+        trim_offsets=False,
+        add_prefix_space=False,
+    )
+    return backend
+
+
+def _shipped_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Read the packaged merges; the vocabulary is bytes, final bytes, merges, special tokens."""
+    packed = resources.files("sd_tf").joinpath("data", VOCABULARY).read_bytes()
+    lines = gzip.decompress(packed).decode("utf-8").split("\n")[1:]
+    merge_count = START_TOKEN - 2 * 256
+    merges = [tuple(line.split()) for line in lines[:merge_count]]
+    # ByteLevel's alphabet, in CLIP's order: printable bytes stand for themselves and come first.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    printable += range(ord("®"), ord("ÿ") + 1)
+    alphabet = [chr(byte) for byte in printable]
+    alphabet += [chr(256 + n) for n in range(256 - len(printable))]
+    tokens = [*alphabet, *(char + WORD_END for char in alphabet)]
+    tokens += ["".join(merge) for merge in merges] + [START, END]
+    return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def _read_vocabulary(folder: Path) -> Tokenizer:
+    vocab_file, merges_file = folder / "vocab.json", folder / "merges.txt"
+    for file in (vocab_file, merges_file):
+        if not file.is_file():
+            raise TokenizerError(
+                f"A tokenizer's folder must hold tokenizer.json, or vocab.json and merges.txt. "
+                f"Missing: {file}"
+            )
+    vocab = _read_json(vocab_file)
+    lines = merges_file.read_text(encoding="utf-8").split("\n")
+    merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
+    try:
+        return _clip_backend(vocab, merges)
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerError(
+            f"{vocab_file} and {merges_file} do not fit each other: {error}"
+        ) from error
+
+
+def _add_tokens(backend: Tokenizer, folder: Path, settings: dict) -> None:
+    """Add the tokens beyond the vocabulary, each at its row of the checkpoint's embedding."""
+    added = {
+        entry["content"]: int(index)
+        for index, entry in settings.get("added_tokens_decoder", {}).items()
+    } | _read_json(folder / "added_tokens.json")
+    for token, index in sorted(added.items(), key=lambda item: item[1]):
+        if backend.token_to_id(token) is None:
+            backend.add_tokens([AddedToken(token, normalized=True)])
+        if backend.token_to_id(token) != index:
+            raise TokenizerError(
+                f"The added token {token!r} of {folder} must have id {index}, but the next free id "
+                f"is {backend.token_to_id(token)}: tokens before it are missing."
+            )
+
+
+def _read_json(file: Path) -> dict:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file} must hold a JSON object. Received: {type(content).__name__}")
+    return content

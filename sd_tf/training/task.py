@@ -1,0 +1,51 @@
+"""A checkpoint to be trained: its models, the loss over them, and the batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+
+from sd_tf.config import PipelineConfig
+from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.training.batches import Batch
+from sd_tf.training.hosts import this_host
+from sd_tf.training.origin import Record
+from sd_tf.training.painter import Painter
+from sd_tf.training.settings import Settings
+from sd_tf.training.trainer import Run
+from sd_tf.weights import save_folder
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch."""
+
+    config: PipelineConfig
+    tokenizer: ClipTokenizer
+    models: dict[str, keras.layers.Layer]
+    loss: keras.layers.Layer
+    batches: Callable[[int], Batch]
+    depends_on: Record  # what the run depends on, beside the settings
+
+    @property
+    def painter(self) -> Painter:
+        return Painter(self.config, self.models, self.tokenizer)
+
+    def run(
+        self,
+        settings: Settings,
+        folder: Path,
+        save_dtype: str | None,
+        report: Callable[[str], None],
+        sample: Callable[[int], None],
+    ) -> Path:
+        """Train, then save all models as a checkpoint in `folder`; return the checkpoint's path."""
+        given = (self.loss, self.batches, settings, folder, report, sample)
+        Run(*given, depends_on=self.depends_on).train()
+        target = folder / "checkpoint"
+        if this_host().is_first:
+            tokenizers = {"text_encoder": self.tokenizer}
+            save_folder(target, self.config, self.models, tokenizers, save_dtype)
+            report(f"saved {target}")
+        return target

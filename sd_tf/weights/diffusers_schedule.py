@@ -1,0 +1,256 @@
+"""The scheduler_config.json of a diffusers folder ↔ `ScheduleConfig`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sd_tf.config import SAMPLERS, ConfigError, SamplerSpec, ScheduleConfig
+from sd_tf.weights.diffusers_config import Fields
+
+BETAS = (0.0001, 0.02, "linear")  # most classes' defaults: start, end, schedule
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A scheduler class of diffusers that computes what one of our methods computes."""
+
+    class_name: str
+    method: str
+    kind: str = "beta"  # of schedule
+    spacing: str = "linspace"  # the class's default
+    betas: tuple[float, float, str] = BETAS
+    set_alpha_to_one: bool | None = None  # the class's default; None: it has no such field
+    karras: bool = False  # whether it has the field use_karras_sigmas
+    # Field → the class's default, and the value that we compute.
+    required: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def matches(self, raw: Mapping) -> int:
+        """Count the required fields of which a file has the value that we compute."""
+        required = self.required.items()
+        return sum(raw.get(name, default) == ours for name, (default, ours) in required)
+
+
+def _unchanged(**defaults):
+    """Require each field's default."""
+    return {name: (value, value) for name, value in defaults.items()}
+
+
+MULTISTEP = _unchanged(
+    solver_order=2,
+    lower_order_final=True,
+    final_sigmas_type="zero",
+    thresholding=False,
+    use_dynamic_shifting=False,
+)
+DPM = {
+    **MULTISTEP,
+    **_unchanged(solver_type="midpoint", euler_at_final=False, variance_type=None),
+}
+PEERS = (
+    Peer(
+        "DDIMScheduler",
+        "ddim",
+        spacing="leading",
+        set_alpha_to_one=True,
+        required={"clip_sample": (True, False), **_unchanged(thresholding=False)},
+    ),
+    Peer(
+        "PNDMScheduler",
+        "pndm",
+        spacing="leading",
+        set_alpha_to_one=False,
+        required={"skip_prk_steps": (False, True)},
+    ),
+    Peer(
+        "EulerDiscreteScheduler",
+        "euler",
+        karras=True,
+        required=_unchanged(
+            interpolation_type="linear",
+            final_sigmas_type="zero",
+            timestep_type="discrete",
+            sigma_min=None,
+            sigma_max=None,
+        ),
+    ),
+    Peer("EulerAncestralDiscreteScheduler", "euler_ancestral"),
+    Peer(
+        "HeunDiscreteScheduler",
+        "heun",
+        betas=(0.00085, 0.012, "linear"),
+        karras=True,
+        required=_unchanged(clip_sample=False),
+    ),
+    Peer(
+        "DPMSolverMultistepScheduler",
+        "dpmpp_2m",
+        karras=True,
+        required={"algorithm_type": ("dpmsolver++", "dpmsolver++"), **DPM},
+    ),
+    Peer(
+        "DPMSolverMultistepScheduler",
+        "dpmpp_2m_sde",
+        karras=True,
+        required={"algorithm_type": ("dpmsolver++", "sde-dpmsolver++"), **DPM},
+    ),
+    Peer(
+        "UniPCMultistepScheduler",
+        "unipc",
+        karras=True,
+        required={
+            **MULTISTEP,
+            **_unchanged(solver_type="bh2", predict_x0=True, disable_corrector=[], solver_p=None),
+            **_unchanged(sigma_min=None, sigma_max=None, shift_terminal=None),
+        },
+    ),
+    Peer("LMSDiscreteScheduler", "lms", karras=True),
+    Peer(
+        "LCMScheduler",
+        "lcm",
+        spacing="leading",
+        betas=(0.00085, 0.012, "scaled_linear"),
+        set_alpha_to_one=True,
+        required=_unchanged(
+            clip_sample=False,
+            thresholding=False,
+            original_inference_steps=50,
+            timestep_scaling=10.0,
+        ),
+    ),
+    Peer(
+        "FlowMatchEulerDiscreteScheduler",
+        "euler",
+        kind="flow",
+        karras=True,
+        required=_unchanged(
+            use_dynamic_shifting=False,
+            invert_sigmas=False,
+            shift_terminal=None,
+            stochastic_sampling=False,
+        ),
+    ),
+    Peer("FlowMatchHeunDiscreteScheduler", "heun", kind="flow"),
+)
+KERASCV_AS_DIFFUSERS = {"kerascv": "ddim", "kerascv-2022": "ddim"}
+
+# Fields that only another sampler reads, or that qualify a switch which is off.
+HARMLESS = """
+    algorithm_type base_image_seq_len base_shift clip_sample clip_sample_range
+    dynamic_thresholding_ratio euler_at_final final_sigmas_type flow_shift interpolation_type
+    lambda_min_clipped lower_order_final max_image_seq_len max_shift original_inference_steps
+    sample_max_value set_alpha_to_one sigma_max sigma_min skip_prk_steps solver_order solver_type
+    thresholding time_shift_type timestep_scaling timestep_type use_dynamic_shifting variance_type
+""".split()
+
+
+def read_schedule(raw, where: str, sampler: str | None = None) -> ScheduleConfig:
+    """Read a scheduler's file.
+
+    `sampler` replaces the file's own choice, and with it the fields that only that one reads.
+    """
+    fields, class_name = Fields(raw, where), raw.get("_class_name")
+    peers = [peer for peer in PEERS if peer.class_name == class_name]
+    if sampler is None and not peers:
+        known = ", ".join(dict.fromkeys(peer.class_name for peer in PEERS))
+        raise ConfigError(
+            f"{where}: the scheduler {class_name!r} is unknown; known: {known}. {_choose_another()}"
+        )
+    is_flow = str(class_name).startswith("FlowMatch")
+    betas = peers[0].betas if peers else BETAS
+    schedule = _read_flow(fields) if is_flow else _read_betas(fields, betas)
+    if sampler is not None:
+        return replace(schedule, sampler=sampler)
+
+    peer = max(peers, key=lambda peer: peer.matches(raw))  # one class can stand for two methods
+    for name, (default, ours) in peer.required.items():
+        fields.require(name, ours, default=default)
+    for name in ("use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas"):
+        fields.require(name, False, None, default=False)
+    spec = SamplerSpec(
+        peer.method,
+        fields.take("timestep_spacing", peer.spacing),
+        bool(fields.take("use_karras_sigmas", False)),
+    )
+    schedule = replace(schedule, sampler=_name_of(spec, where, class_name))
+    if not is_flow:
+        schedule = replace(
+            schedule,
+            steps_offset=fields.take("steps_offset", 0),
+            set_alpha_to_one=fields.take("set_alpha_to_one", bool(peer.set_alpha_to_one)),
+        )
+    fields.finish(HARMLESS)
+    return schedule
+
+
+def _choose_another() -> str:
+    return f"Choose another for this checkpoint with scheduler=..., one of {', '.join(SAMPLERS)}."
+
+
+def _name_of(spec: SamplerSpec, where: str, class_name: str) -> str:
+    names = {spec: name for name, spec in SAMPLERS.items()}
+    if spec not in names:
+        raise ConfigError(
+            f"{where}: {class_name} with timestep_spacing={spec.spacing!r} and "
+            f"use_karras_sigmas={spec.karras} is not supported. {_choose_another()}"
+        )
+    return names[spec]
+
+
+def _read_betas(fields: Fields, defaults) -> ScheduleConfig:
+    start, end, shape = defaults
+    schedule = ScheduleConfig(
+        num_train_timesteps=fields.take("num_train_timesteps", 1000),
+        beta_start=fields.take("beta_start", start),
+        beta_end=fields.take("beta_end", end),
+        beta_schedule=fields.choose(
+            "beta_schedule", {"scaled_linear": "scaled_linear", "linear": "linear"}, shape
+        ),
+        prediction=fields.choose(
+            "prediction_type",
+            {"epsilon": "epsilon", "v_prediction": "v_prediction"},
+            "epsilon",
+        ),
+    )
+    fields.require("trained_betas", None, default=None)
+    for name in ("rescale_betas_zero_snr", "use_flow_sigmas"):
+        fields.require(name, False, None, default=False)
+    return schedule
+
+
+def _read_flow(fields: Fields) -> ScheduleConfig:
+    return ScheduleConfig(
+        num_train_timesteps=fields.take("num_train_timesteps", 1000),
+        kind="flow",
+        prediction="flow",
+        shift=fields.take("shift", 1.0),
+    )
+
+
+def write_schedule(config: ScheduleConfig) -> dict:
+    """Return the content of the file that `read_schedule` reads back."""
+    spec = SAMPLERS[KERASCV_AS_DIFFUSERS.get(config.sampler, config.sampler)]
+    peers = {(peer.method, peer.kind): peer for peer in PEERS}
+    peer = peers.get((spec.method, config.kind))
+    if peer is None or (config.kind == "flow" and spec.spacing != peer.spacing):
+        raise ConfigError(
+            f"diffusers has no scheduler that walks a {config.kind} schedule as "
+            f"{config.sampler} does. {_choose_another()}"
+        )
+    content = {"_class_name": peer.class_name, "num_train_timesteps": config.num_train_timesteps}
+    if config.kind == "flow":
+        content["shift"] = config.shift
+    else:
+        content |= {
+            "beta_start": config.beta_start,
+            "beta_end": config.beta_end,
+            "beta_schedule": config.beta_schedule,
+            "prediction_type": config.prediction,
+            "timestep_spacing": spec.spacing,
+            "steps_offset": config.steps_offset,
+        }
+    if peer.set_alpha_to_one is not None:
+        content["set_alpha_to_one"] = config.set_alpha_to_one
+    if peer.karras:
+        content["use_karras_sigmas"] = spec.karras
+    changed = {name: ours for name, (default, ours) in peer.required.items() if ours != default}
+    return content | changed

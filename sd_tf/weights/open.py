@@ -1,0 +1,67 @@
+"""Open a checkpoint of any format: find out what the source is, and choose its reader."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from sd_tf.config import FAMILIES, SAMPLERS
+from sd_tf.weights.checkpoint import Checkpoint
+from sd_tf.weights.diffusers import MODEL_INDEX, open_folder
+from sd_tf.weights.single_file import open_file
+from sd_tf.weights.tensors import CheckpointError, refuse_pickle
+
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # no . or .. as a part: those are paths
+KERASCV = "kerascv:"
+
+
+def open_checkpoint(
+    source: str | Path,
+    *,
+    family: str | None = None,
+    scheduler: str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    ema: bool = False,
+) -> Checkpoint:
+    """Open a checkpoint, without reading its weights yet.
+
+    Args:
+        source: a diffusers folder, a single `.safetensors` file, a Hugging Face Hub id
+            (`owner/name`), `kerascv:sd1.4`, `kerascv:sd2.1` or `kerascv:FOLDER`.
+        family: `sd2-base` or `sd2-v`, which a single SD2 file does not tell apart.
+        scheduler: the sampler to use instead of the checkpoint's own.
+        variant: the set of weights in a folder or on the Hub: `fp16`, `non_ema`.
+        revision: the branch, tag or commit on the Hub.
+        ema: load a single file's averaged UNet weights.
+    """
+    for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
+        if value is not None and value not in known:
+            raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")
+    source = str(source)
+    if source.startswith(KERASCV):
+        from sd_tf.weights import kerascv  # imports TensorFlow and all of KerasCV
+
+        return kerascv.open_release(source, scheduler)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / MODEL_INDEX).is_file():
+            raise CheckpointError(
+                f"{path} is not a diffusers folder: it has no {MODEL_INDEX}. Give a single file by "
+                f"its own path, and a folder with KerasCV's files as {KERASCV}{path}."
+            )
+        return open_folder(path, variant, scheduler)
+    if path.is_file():
+        refuse_pickle(path)
+        if path.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{path}: a single file must be .safetensors. "
+                f"Received: {path.suffix or 'no suffix'}"
+            )
+        return open_file(path, family, scheduler, ema)
+    refuse_pickle(path)
+    if HUB_ID.fullmatch(source):
+        from sd_tf.weights import hub
+
+        folder = hub.fetch(source, revision, variant)
+        return replace(open_folder(folder, variant, scheduler), name=source, source=source)
+    raise CheckpointError(f"No such file or folder: {path}")

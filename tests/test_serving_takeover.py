@@ -1,0 +1,284 @@
+"""The front changes to a new export in one step, and its replicas keep the old one for a while."""
+
+import asyncio
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
+
+from sd_tf.runtime.manifest import FILE_NAME
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.serving.batch.work import Loading, Resources, Worker
+from sd_tf.serving.ray_app import takeover
+from sd_tf.serving.ray_app.models import ModelReplica, StaleError, export_digest, version_of
+from sd_tf.serving.ray_app.remote import RayRunner
+from sd_tf.serving.ray_app.takeover import Takeover, TakeoverError
+from tests.exports import micro_export
+
+UNAVAILABLE = 14  # gRPC's code
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch):
+    """As in a replica that reserves none: Ray is not started here."""
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": []})
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(micro_export(), tmp_path / "export")
+
+
+def change(folder, mark):
+    """Put another export in place: the models are the same, the description differs."""
+    path = folder / FILE_NAME
+    path.write_text(path.read_text().rstrip() + " " * mark)
+    return export_digest(folder)
+
+
+class Handle:
+    """A deployment with one replica, in this process; it records what its calls ask for."""
+
+    def __init__(self, replica):
+        self.replica, self.calls = replica, []
+
+    def __getattr__(self, method):
+        async def call(*arguments):
+            self.calls.append((method, arguments[0]))
+            return await getattr(self.replica, method)(*arguments)
+
+        return SimpleNamespace(remote=call)
+
+    def broadcast(self, method, *arguments):
+        async def results():
+            return [await getattr(self, method).remote(*arguments)]
+
+        return SimpleNamespace(results_async=results)
+
+
+def replica(folder, component="text_encoder", keep_old=60.0):
+    return ModelReplica(str(folder), component, False, None, False, keep_old)
+
+
+# All components change, or none
+
+
+def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypatch):
+    """The old one goes on answering; the new one is tried again after a pause, which grows."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(takeover, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        handles = {name: Handle(replica(folder, name)) for name in ("text_encoder", "decoder")}
+        taking = Takeover(
+            folder,
+            handles,
+            lambda manifest, digest: RayRunner(manifest, False, handles, digest, loop),
+        )
+        decoder = handles["decoder"].replica
+        shape = (2, *taking.served.manifest.latent_shape)
+
+        def walk():
+            (runner,) = taking.served.chain._replicas
+            runner.call("text_encoder", "serving_default", tokens=np.zeros((1, 77), "int32"))
+            assert runner.decode(np.zeros(shape, "float32")).dtype == np.uint8
+
+        async def asked():
+            """The exports that one walk through the models asks for."""
+            before = {name: len(handle.calls) for name, handle in handles.items()}
+            await asyncio.to_thread(walk)
+            return {call for name in handles for call in handles[name].calls[before[name] :]}
+
+        async def refused():
+            with pytest.raises(TakeoverError, match="so the one before it is: no memory left"):
+                await taking.change()
+            return len(loads)
+
+        old, loads = taking.served.digest, []
+        works = decoder._load
+
+        def fails(digest):
+            loads.append(digest)
+            raise ValueError("no memory left")
+
+        decoder._load = fails
+        new = change(folder, 1)
+        assert [await refused() for _ in range(2)] == [1, 1]  # the second one is not a new try
+        assert taking.served.digest == old and await asked() == {("run", old)}
+        tries = []
+        for clock.now in np.arange(0.5, 20, 0.5):
+            if await refused() > len(tries) + 1:
+                tries.append(clock.now)
+        assert tries == [2, 6, 14] and loads == [new] * 4
+        assert await asked() == {("run", old)}
+        assert [handle.replica._releases.keys() for handle in handles.values()] == [{new}, set()]
+
+        decoder._load, clock.now = works, 30.0
+        await taking.change()
+        assert taking.served.digest == new and await asked() == {("run", new)}
+        assert [handle.replica._releases.keys() for handle in handles.values()] == [{old}] * 2
+
+    asyncio.run(run())
+
+
+def test_a_damaged_export_is_refused_before_any_replica_loads_it(folder):
+    async def run():
+        model = Handle(replica(folder))
+        taking = Takeover(folder, {"text_encoder": model}, lambda *_: None)
+        old = taking.served.digest
+        change(folder, 1)
+        (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
+        with pytest.raises(TakeoverError, match=r"saved_model.pb of decoder has 0 bytes"):
+            await taking.change()
+        assert [call for call in model.calls if call[0] == "load"] == []
+        assert taking.served.digest == old
+
+        (folder / FILE_NAME).rename(folder / "aside")  # as between two renames
+        with pytest.raises(TakeoverError, match="holds no export"):
+            await taking.change()
+
+    asyncio.run(run())
+
+
+# A replica's exports
+
+
+def test_back_and_forth_releases_what_is_not_served(folder):
+    async def run():
+        model = replica(folder, keep_old=0.2)
+        first = export_digest(folder)
+        await model.keep(first)
+        second = change(folder, 1)
+        await model.load(second)
+        await model.keep(second)
+        assert set(model._loaded) == {first, second}
+
+        change(folder, 0)
+        await model.load(first)  # still there, and to be released
+        await model.keep(first)
+        await asyncio.sleep(0.5)
+        assert set(model._loaded) == {first}
+
+        tokens = {"tokens": np.zeros((1, 77), "int32")}
+        assert await model.run(first, "serving_default", tokens)
+        with pytest.raises(StaleError, match="no longer holds the export that was asked for"):
+            await model.run(second, "serving_default", tokens)
+
+    asyncio.run(run())
+
+
+def test_an_export_that_comes_back_while_it_is_read(folder, monkeypatch):
+    """What was read in between may be another's: it is not served under this one's name."""
+
+    async def run():
+        model = replica(folder)
+        second = change(folder, 1)
+        works = model._warm_up
+
+        def replaced_meanwhile(servable):
+            copy = shutil.copytree(folder, folder.with_name("copy"))
+            shutil.rmtree(folder)
+            copy.rename(folder)
+            works(servable)
+
+        monkeypatch.setattr(model, "_warm_up", replaced_meanwhile)
+        with pytest.raises(StaleError, match="was replaced while it was read"):
+            await model.load(second)
+        assert second not in model._loaded
+
+        monkeypatch.setattr(model, "_warm_up", works)
+        await model.load(second)
+        assert second in model._loaded
+
+    asyncio.run(run())
+
+
+def test_a_version_is_an_export(folder):
+    """A client that names a version gets that export, whichever is served meanwhile."""
+
+    async def run():
+        model = replica(folder)
+        first = export_digest(folder)
+        second = change(folder, 1)
+        await model.load(second)
+        versions = [version_of(first), version_of(second)]
+        assert len(set(versions)) == 2 and max(versions) < 2**53
+
+        async def predicted(digest, version=None):
+            request = predict_pb2.PredictRequest()
+            request.model_spec.name = "text_encoder"
+            request.model_spec.signature_name = "serving_default"
+            if version is not None:
+                request.model_spec.version.value = version
+            request.inputs["tokens"].dtype = 3
+            for size in (1, 77):
+                request.inputs["tokens"].tensor_shape.dim.add(size=size)
+            code, answer = await model.answer(digest, "predict", request.SerializeToString())
+            assert code == 0, answer
+            return predict_pb2.PredictResponse.FromString(answer).model_spec.version.value
+
+        for served in (first, second):
+            assert await predicted(served) == version_of(served)
+            for version in versions:
+                assert await predicted(served, version) == version
+            request = get_model_status_pb2.GetModelStatusRequest()
+            request.model_spec.name = "text_encoder"
+            _, answer = await model.answer(served, "status", request.SerializeToString())
+            status = get_model_status_pb2.GetModelStatusResponse.FromString(answer)
+            known = [entry.version for entry in status.model_version_status]
+            assert known[0] == version_of(served) and set(known) == set(versions)
+
+        gone = "0" * 64
+        code, message = await model.answer(gone, "status", request.SerializeToString())
+        assert code == UNAVAILABLE and "no longer holds the export" in message
+        status, text = await model.rest(gone, "GET", "/v1/models/text_encoder", b"")
+        assert status == 503 and "no longer holds the export" in json.loads(text)["error"]
+
+    asyncio.run(run())
+
+
+# GPUs
+
+
+def start_replica(folder, monkeypatch, started):
+    monkeypatch.setattr(ModelReplica, "_load", lambda *_: started())
+    replica(folder)
+
+
+def start_worker(folder, monkeypatch, started):
+    def answering(value):
+        return SimpleNamespace(remote=lambda _: value)
+
+    def load(*_, **__):
+        started()
+        return SimpleNamespace(warm_up=lambda: None)
+
+    monkeypatch.setattr(Pipeline, "load", load)
+    monkeypatch.setattr("ray.get", lambda value: value)
+    attempts = SimpleNamespace(begin=answering(1), end=answering(None))
+    worker = Worker(Loading(str(folder), False, None), Resources(workers=1), attempts)
+    assert worker.problem is None
+
+
+@pytest.mark.parametrize("start", [start_replica, start_worker])
+@pytest.mark.parametrize(("reserved", "seen"), [([], ""), (["1"], "1")])
+def test_a_process_sees_the_gpus_that_it_reserved(folder, monkeypatch, start, reserved, seen):
+    """On a machine with two of them; Ray sets the variable where it has reserved some."""
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": reserved})
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reserved) or "0,1")
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
+    found = []
+    names = "CUDA_VISIBLE_DEVICES", "TF_FORCE_GPU_ALLOW_GROWTH"
+    start(folder, monkeypatch, lambda: found.append([os.environ[name] for name in names]))
+    assert found == [[seen, "true"]]
