@@ -88,7 +88,10 @@ def _run(arguments: list[str]) -> int:
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
-        return int(end.code or 0)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr, flush=True)
+            return 1
+        return end.code or 0
     except Exception:
         traceback.print_exc()
         return 1

@@ -20,7 +20,7 @@ ALLOWED = {
     "errors": set(),
     "config": set(),
     "files": set(),
-    "tokenizer": {"config"},
+    "tokenizer": {"config", "files"},
     "models": {"config"},
     "sampling": {"config"},
     "weights": {"config", "files", "tokenizer", "models"},

@@ -6,6 +6,7 @@ import dataclasses
 from sd_tf.cli.arguments import report
 from sd_tf.cli.train_run import (
     add_hosts,
+    add_pictures,
     add_run,
     add_settings,
     picture_size,
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", required=True, help="a parquet file, a folder of them, or world:COUNT"
     )
-    parser.add_argument("--size", type=int, help="pixels; default: the checkpoint's own")
+    add_pictures(parser)
     parser.add_argument(
         "--resize", type=int, help="scale pictures to this, and cut --size out (default: --size)"
     )
@@ -45,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute latents and unchanging text states once, and keep them in --out",
     )
-    parser.add_argument("--on_error", choices=["refuse", "skip"], default="refuse")
-    parser.add_argument("--train_text_encoder", action="store_true")
     add_hosts(parser)
     add_settings(parser)
 

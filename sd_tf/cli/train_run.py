@@ -21,6 +21,17 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=["tensorflow", "jax"], default="tensorflow")
 
 
+def add_pictures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=int, help="pixels; default: the checkpoint's own")
+    parser.add_argument(
+        "--on_error",
+        choices=["refuse", "skip"],
+        default="refuse",
+        help="what to do with a row that cannot be read",
+    )
+    parser.add_argument("--train_text_encoder", action="store_true")
+
+
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", help="host:port of host 0, where several train together")
     parser.add_argument("--hosts", type=int, help="how many there are; each reads its own part")

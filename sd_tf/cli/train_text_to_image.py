@@ -5,6 +5,7 @@ import argparse
 from sd_tf.cli.arguments import Switch, report
 from sd_tf.cli.train_run import (
     add_hosts,
+    add_pictures,
     add_run,
     add_settings,
     picture_size,
@@ -20,11 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", required=True, help="a folder, a parquet file or folder, or world:COUNT"
     )
-    parser.add_argument("--size", type=int, help="pixels; default: the checkpoint's own")
-    parser.add_argument("--on_error", choices=["refuse", "skip"], default="refuse")
+    add_pictures(parser)
     parser.add_argument("--caption_column", help="where it is not 'text'")
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
-    parser.add_argument("--train_text_encoder", action="store_true")
     parser.add_argument("--caption_dropout", type=float, default=0.1)
     parser.add_argument("--min_snr", action=Switch, default=True, help="weight losses by min-SNR")
     add_hosts(parser)

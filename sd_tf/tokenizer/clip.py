@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import (
@@ -26,6 +27,7 @@ from tokenizers.models import BPE
 
 from sd_tf.config import END_TOKEN, START_TOKEN
 from sd_tf.errors import SdTfError
+from sd_tf.files.objects import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +78,8 @@ class ClipTokenizer:
         """Read a checkpoint's own tokenizer, with the tokens that textual inversion added to it."""
         folder = Path(folder)
         settings = {
-            **_read_json(folder / "tokenizer_config.json"),
-            **_read_json(folder / "special_tokens_map.json"),  # wins where the two disagree
+            **_object_or_empty(folder / "tokenizer_config.json"),
+            **_object_or_empty(folder / "special_tokens_map.json"),  # wins where the two disagree
         }
         if (folder / "tokenizer.json").is_file():
             try:
@@ -205,7 +207,7 @@ def _read_vocabulary(folder: Path) -> Tokenizer:
                 f"A tokenizer's folder must hold tokenizer.json, or vocab.json and merges.txt. "
                 f"Missing: {file}"
             )
-    vocab = _read_json(vocab_file)
+    vocab = read_object(vocab_file, TokenizerError)
     lines = merges_file.read_text(encoding="utf-8").split("\n")
     merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
     try:
@@ -221,7 +223,7 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: dict) -> None:
     added = {
         entry["content"]: int(index)
         for index, entry in settings.get("added_tokens_decoder", {}).items()
-    } | _read_json(folder / "added_tokens.json")
+    } | _object_or_empty(folder / "added_tokens.json")
     for token, index in sorted(added.items(), key=lambda item: item[1]):
         if backend.token_to_id(token) is None:
             backend.add_tokens([AddedToken(token, normalized=True)])
@@ -232,13 +234,5 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: dict) -> None:
             )
 
 
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{file} must hold a JSON object. Received: {type(content).__name__}")
-    return content
+def _object_or_empty(file: Path) -> dict[str, Any]:
+    return read_object(file, TokenizerError) if file.is_file() else {}

@@ -12,6 +12,7 @@ import keras
 
 from sd_tf.config import PipelineConfig, latent_inputs_of
 from sd_tf.errors import SdTfError
+from sd_tf.files.objects import read_object
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import diffusers_config as json_config
 from sd_tf.weights import layout
@@ -23,7 +24,6 @@ from sd_tf.weights.tensors import (
     StoredTensor,
     open_safetensors,
     open_sharded,
-    read_json,
     refuse_pickle,
     save_safetensors,
     shortened,
@@ -79,7 +79,7 @@ TOKENIZER_OF = ("text_encoder", "tokenizer")
 def read_index(folder: Path) -> dict:
     """Read `model_index.json`, and check that its pipeline and its components are supported."""
     path = folder / MODEL_INDEX
-    index = read_json(path)
+    index = read_object(path, CheckpointError)
     pipeline = index.get("_class_name")
     if pipeline not in PIPELINES:
         raise CheckpointError(
@@ -123,7 +123,7 @@ def read_config(folder: Path, index: Mapping, scheduler: str | None = None) -> P
     def read(reader, part, *more, file="config.json", **named):
         path = folder / part / file
         with _understood(path):
-            return reader(read_json(path), str(path), *more, **named)
+            return reader(read_object(path, CheckpointError), str(path), *more, **named)
 
     def text_encoder(name):
         return read(

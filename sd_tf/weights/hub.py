@@ -10,6 +10,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
+from sd_tf.files.objects import read_object
 from sd_tf.weights.diffusers import (
     MODEL_INDEX,
     WEIGHTS_STEM,
@@ -17,7 +18,7 @@ from sd_tf.weights.diffusers import (
     components_of,
     read_index,
 )
-from sd_tf.weights.tensors import CheckpointError, read_json
+from sd_tf.weights.tensors import CheckpointError
 
 SMALL_FILES = (".json", ".txt")
 
@@ -61,7 +62,7 @@ def shards_of(path: Path) -> list[str]:
     """Return the names of the files that an index names; none if it is not an index."""
     if ".safetensors.index." not in path.name:
         return []
-    return sorted(set(read_json(path).get("weight_map", {}).values()))
+    return sorted(set(read_object(path, CheckpointError).get("weight_map", {}).values()))
 
 
 def wanted_files(

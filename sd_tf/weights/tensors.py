@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sd_tf.errors import SdTfError
+from sd_tf.files.objects import read_object
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 DTYPES = {
@@ -120,7 +121,7 @@ def _read(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> n
 
 def open_sharded(index_file: Path) -> dict[str, StoredTensor]:
     """List the tensors of all shards that an index names; index and shards must agree."""
-    index = read_json(index_file)
+    index = read_object(index_file, CheckpointError)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_file} has no weight_map.")
@@ -140,18 +141,6 @@ def open_sharded(index_file: Path) -> dict[str, StoredTensor]:
             f"The shards of {index_file} hold tensors that it does not name: {shortened(surplus)}"
         )
     return tensors
-
-
-def read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise CheckpointError(f"No such file: {path}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object. Received: {type(content).__name__}")
-    return content
 
 
 def shortened(names, most=5) -> str:

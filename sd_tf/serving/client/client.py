@@ -1,21 +1,14 @@
 """A pipeline whose models run behind a server that speaks TensorFlow Serving's API.
 
 The server is reached over gRPC or REST, and may be any that answers like TensorFlow Serving. The
-export's `pipeline.json` and tokenizer have to be here, its models do not. gRPC's protos import
-TensorFlow; REST needs only NumPy and the standard library.
+export's `pipeline.json` and tokenizer have to be here, its models do not.
 """
 
-import email.utils
-import http.client
-import json
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
-from urllib.parse import SplitResult, quote, urlsplit
+from typing import Any
 
 import numpy as np
 
@@ -25,26 +18,17 @@ from sd_tf.runtime.chain import NEEDED, Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.request import Request
 from sd_tf.runtime.runner import Runner, Watch
+from sd_tf.serving.client.transports import (
+    DEADLINE_EXCEEDED,
+    TRANSPORTS,
+    UNAVAILABLE,
+    AttemptError,
+    split,
+)
 
 DEFAULT_TIMEOUT = 600.0  # seconds of one model call: the first one may compile
 DEFAULT_RETRIES = 5
 
-UNAVAILABLE, DEADLINE_EXCEEDED = "UNAVAILABLE", "DEADLINE_EXCEEDED"
-BUSY = 429  # HTTP's status
-CODE_OF_STATUS = {  # HTTP's status → gRPC's code, the inverse of the server's mapping
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    409: "ABORTED",
-    413: "RESOURCE_EXHAUSTED",
-    429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    500: "INTERNAL",
-    501: "UNIMPLEMENTED",
-    503: UNAVAILABLE,
-    504: DEADLINE_EXCEEDED,
-}
 MEND = {
     UNAVAILABLE: "Is the server running there, and has it loaded the model?",
     DEADLINE_EXCEEDED: "Give a larger timeout=...; a model's first call may compile it. "
@@ -57,8 +41,6 @@ MEND = {
     "RESOURCE_EXHAUSTED": "The server is overloaded, or it limits the size of messages.",
 }
 OTHERWISE = "See the server's log. If XLA is switched off in the server, give jit_compile=False."
-DTYPES = {"DT_FLOAT": "float32", "DT_UINT8": "uint8", "DT_INT32": "int32"}
-CHUNK = 1 << 20
 
 
 class ServerError(SdTfError):
@@ -69,21 +51,6 @@ class ServerError(SdTfError):
         tried = f" after {attempts} attempts" if attempts > 1 else ""
         mend = MEND.get(code, OTHERWISE)
         super().__init__(f"{model} at {server}: {code}{tried}: {message}. {mend}")
-
-
-class AttemptError(Exception):
-    """One attempt that failed; `ServerRunner` decides whether to try again.
-
-    `is_busy` says that the server has no room at the moment, `retry_after` after how many seconds
-    it asks to come back.
-    """
-
-    def __init__(
-        self, code: str, message: str, is_busy: bool = False, retry_after: float | None = None
-    ):
-        super().__init__(message)
-        self.code, self.message = code, message
-        self.is_busy, self.retry_after = is_busy, retry_after
 
 
 class Client(Chain):
@@ -130,7 +97,7 @@ class Client(Chain):
                 f"timeout is above 0, retries at least 0. Received: {timeout!r}, {retries!r}"
             )
         manifest, tokenizers = open_export(Path(export_dir))
-        url = _split(server)
+        url = split(server)
         sent = {key.lower(): value for key, value in (headers or {}).items()}
         if token is not None:
             sent["authorization"] = f"Bearer {token}"
@@ -218,235 +185,3 @@ class ServerRunner(Runner):
                         error.code, error.message, component, self.server, attempts
                     ) from error
             time.sleep(pause)
-
-
-class Grpc:
-    def __init__(self, url: SplitResult, headers, ca_file):
-        import grpc
-        from tensorflow_serving.apis import model_service_pb2_grpc, prediction_service_pb2_grpc
-
-        if url.path.strip("/"):
-            raise ValueError(f"A gRPC server is given without a path. Received: {url.geturl()}")
-        options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-        if url.scheme == "grpcs":
-            roots = Path(ca_file).read_bytes() if ca_file is not None else None
-            credentials = grpc.ssl_channel_credentials(roots)
-            self._channel = grpc.secure_channel(url.netloc, credentials, options)
-        else:
-            self._channel = grpc.insecure_channel(url.netloc, options)
-        self._stub = prediction_service_pb2_grpc.PredictionServiceStub(self._channel)
-        self._models = model_service_pb2_grpc.ModelServiceStub(self._channel)
-        self._metadata = tuple(headers.items())
-
-    def versions(self, model: str, timeout: float) -> list[int]:
-        """Return the versions of a model that can be called, the latest first."""
-        from tensorflow_serving.apis import get_model_status_pb2
-
-        request = get_model_status_pb2.GetModelStatusRequest()
-        request.model_spec.name = model
-        answer = self._send(self._models.GetModelStatus, request, timeout)
-        states = get_model_status_pb2.ModelVersionStatus
-        return [v.version for v in answer.model_version_status if v.state == states.AVAILABLE]
-
-    def named(self, model: str, label: str, timeout: float) -> int:
-        """Return the version of a model that has this label."""
-        from tensorflow_serving.apis import get_model_metadata_pb2
-
-        request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
-        request.model_spec.name, request.model_spec.version_label = model, label
-        return self._send(self._stub.GetModelMetadata, request, timeout).model_spec.version.value
-
-    def predict(self, model, version: int, signature, inputs, timeout: float):
-        import tensorflow as tf
-        from tensorflow_serving.apis import predict_pb2
-
-        request = predict_pb2.PredictRequest()
-        request.model_spec.name, request.model_spec.signature_name = model, signature
-        request.model_spec.version.value = version
-        for name, array in inputs.items():
-            value = tf.make_tensor_proto(array)  # arrays as tensor_content
-            request.inputs[name].CopyFrom(value)
-        response = self._send(self._stub.Predict, request, timeout)
-        return {name: tf.make_ndarray(proto) for name, proto in response.outputs.items()}
-
-    def _send(self, method: Callable, request, timeout: float):
-        import grpc
-
-        try:
-            return method(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            is_busy = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            raise AttemptError(error.code().name, error.details(), is_busy) from error
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-class Rest:
-    """Calls in column format, over one connection for each thread, kept between calls."""
-
-    def __init__(self, url: SplitResult, headers, ca_file):
-        self._url = url
-        self._headers = {"content-type": "application/json", **headers}
-        self._tls = None
-        if url.scheme == "https":
-            self._tls = ssl.create_default_context(cafile=ca_file and str(ca_file))
-        self._signatures = {}  # (model, version) → signatures: a response names no types
-        self._local = threading.local()
-
-    def versions(self, model: str, timeout: float) -> list[int]:
-        """Return the versions of a model that can be called, the latest first."""
-        answer = self._send("GET", model, None, time.monotonic() + timeout)
-        with _understood():
-            known = answer["model_version_status"]
-            return [int(one["version"]) for one in known if one["state"] == "AVAILABLE"]
-
-    def named(self, model: str, label: str, timeout: float) -> int:
-        """Return the version of a model that has this label."""
-        place = f"{model}/labels/{quote(label, safe='')}/metadata"
-        answer = self._send("GET", place, None, time.monotonic() + timeout)
-        with _understood():
-            return int(answer["model_spec"]["version"])
-
-    def predict(self, model, version: int, signature, inputs, timeout: float):
-        deadline = time.monotonic() + timeout
-        place = f"{model}/versions/{version}"
-        if (model, version) not in self._signatures:
-            found = self._send("GET", f"{place}/metadata", None, deadline)
-            with _understood():
-                known = found["metadata"]["signature_def"]["signature_def"]
-            self._signatures[model, version] = known
-        signatures = self._signatures[model, version]
-        values = {name: array.tolist() for name, array in inputs.items()}
-        body = {"signature_name": signature, "inputs": values}
-        answer = self._send("POST", f"{place}:predict", body, deadline)
-        if signature not in signatures:
-            raise AttemptError("FAILED_PRECONDITION", f"it has no signature {signature!r}")
-        with _understood():
-            outputs, known = answer["outputs"], signatures[signature]["outputs"]
-            if len(known) == 1:  # a single one comes without its name
-                outputs = dict.fromkeys(known, outputs)
-            return {
-                name: np.array(outputs[name], DTYPES[info["dtype"]]) for name, info in known.items()
-            }
-
-    def _send(self, method: str, path: str, body, deadline: float) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            status, content, retry_after = self._exchange(method, path, data, deadline)
-        except TimeoutError as error:
-            self._drop()
-            raise AttemptError(DEADLINE_EXCEEDED, "no answer in time") from error
-        except ssl.SSLError as error:
-            self._drop()
-            raise AttemptError(
-                "UNAUTHENTICATED", f"the connection is not trusted: {error}"
-            ) from error
-        except (OSError, http.client.HTTPException) as error:
-            self._drop()
-            raise AttemptError(UNAVAILABLE, f"{type(error).__name__}: {error}") from error
-        try:
-            answer = json.loads(content)
-        except ValueError:
-            answer = None
-        if status == 200:
-            if not isinstance(answer, dict):
-                raise AttemptError("UNKNOWN", "the answer is no JSON object")
-            return answer
-        said = answer.get("error") if isinstance(answer, dict) else None
-        code = CODE_OF_STATUS.get(status, "UNKNOWN")
-        raise AttemptError(
-            code, said or f"HTTP status {status}", status == BUSY, _seconds(retry_after)
-        )
-
-    def _exchange(self, method, path, data, deadline) -> tuple[int, bytes, str | None]:
-        """Send a request over the thread's connection, which stays open for the next one.
-
-        Return the answer's status, its body and its header `Retry-After`.
-        """
-        connection = getattr(self._local, "connection", None)
-        if connection is None or connection.sock is None:
-            connection = self._local.connection = self._connect(_left(deadline))
-        connection.sock.settimeout(_left(deadline))
-        place = f"{self._url.path.rstrip('/')}/v1/models/{path}"
-        connection.request(method, place, data, self._headers)
-        sock = connection.sock
-        response = connection.getresponse()
-        parts = []
-        while True:
-            sock.settimeout(_left(deadline))  # limits the whole answer, however slowly it comes
-            part = response.read1(CHUNK)
-            if not part:
-                break
-            parts.append(part)
-        if response.length:
-            raise http.client.IncompleteRead(b"", response.length)
-        response.close()  # frees the connection for the next request
-        return response.status, b"".join(parts), response.getheader("retry-after")
-
-    def _connect(self, timeout: float) -> http.client.HTTPConnection:
-        host, port = self._url.hostname, self._url.port
-        if self._tls is None:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        else:
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
-        connection.connect()
-        return connection
-
-    def _drop(self) -> None:
-        connection = getattr(self._local, "connection", None)
-        if connection is not None:
-            connection.close()
-            self._local.connection = None
-
-    close = _drop
-
-
-TRANSPORTS: dict[str, Callable] = {"grpc": Grpc, "grpcs": Grpc, "http": Rest, "https": Rest}
-
-
-@contextmanager
-def _understood():
-    """Report JSON that does not have TensorFlow Serving's form as the server's failure."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        message = f"an answer unlike TensorFlow Serving's: {error!r}"
-        raise AttemptError("UNKNOWN", message) from error
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Read `Retry-After`, a whole number of seconds or a date; None where it is neither."""
-    text = (retry_after or "").strip()
-    if text.isdecimal():
-        return float(text)
-    try:
-        moment = email.utils.parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    return max(0.0, moment.timestamp() - time.time())
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
-def _split(server: str) -> SplitResult:
-    def refuse() -> NoReturn:
-        raise ValueError(
-            f"A server is given as grpc://host:port, grpcs://…, http://… or https://…. "
-            f"Received: {server!r}"
-        )
-
-    try:
-        url = urlsplit(server)
-        needs_port = url.scheme.startswith("grpc")
-        named = url.hostname and (url.port or not needs_port) and "@" not in url.netloc
-    except ValueError:
-        refuse()
-    if url.scheme not in TRANSPORTS or not named or url.query or url.fragment:
-        refuse()
-    return url
