@@ -7,14 +7,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from absl import flags
 
 from sd_tf.cli import dispatch, main, options
 from sd_tf.cli.quiet import noise_held_back
-from sd_tf.components import COMPONENTS
-from sd_tf.components.geometry import PRECISIONS
 from sd_tf.errors import SdTfError
 from sd_tf.models import lowering
 from tests.exports import micro_export, micro_folder
@@ -94,10 +93,8 @@ def test_the_scripts_take_what_the_commands_take(described, arguments):
         assert all(given & spellings for spellings in names), "every option is tried"
 
 
-def test_choices_are_the_library_s():
-    assert options.PRECISIONS == PRECISIONS
+def test_targets_are_the_library_s():
     assert tuple(lowering.TARGETS) == options.TARGETS
-    assert tuple(COMPONENTS) == options.COMPONENTS
 
 
 def leaves(commands, words=()):
@@ -146,6 +143,38 @@ def test_a_message_names_the_flag(capsys):
     assert dispatch.message(SdTfError("Set `overwrite`, or `other`."), {"overwrite": "--o"}) == (
         "Set --o, or `other`."
     )
+
+
+def test_a_missing_package_is_named_with_what_installs_it(capsys, monkeypatch):
+    def missing(name, extra):
+        command = dispatch.Command("sd_tf.cli.weights", "a command", extra=extra)
+        group = dispatch.Group("a group", {"one": command}, "serve")
+
+        def absent(module):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(dispatch.importlib, "import_module", absent)
+        status = dispatch.dispatch("prog", "about", {"group": group}, ["group", "one"])
+        return status, capsys.readouterr().err
+
+    assert missing("ray", None) == (1, "prog: ray is not installed: pip install 'sd_tf[serve]'\n")
+    assert missing("scipy", "train")[1].endswith(": pip install 'sd_tf[train]'\n")
+    with pytest.raises(ModuleNotFoundError):  # a fault of this package is no advice
+        missing("sd_tf.nowhere", None)
+
+
+def test_a_command_s_backend_wins(monkeypatch):
+    """Users of JAX may have chosen it for all programs."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    seen = []
+    command = SimpleNamespace(
+        add_arguments=lambda parser: seen.append(os.environ["KERAS_BACKEND"]),
+        run=lambda options: 0,
+    )
+    monkeypatch.setattr(dispatch.importlib, "import_module", lambda module: command)
+    entry = dispatch.Command("a.module", "a command", main.TENSORFLOW)
+    assert dispatch.dispatch("prog", "about", {"one": entry}, ["one"]) == 0
+    assert seen == ["tensorflow"]
 
 
 def test_messages_of_the_library_and_of_its_commands(tmp_path, monkeypatch, capsys):

@@ -80,3 +80,13 @@ def test_a_flow_is_not_taken_for_betas():
             read_schedule(raw, "here", sampler)
     with pytest.raises(ConfigError, match=r"use_flow_sigmas=True is not supported"):
         read_schedule({**raw, "prediction_type": "epsilon"}, "here")
+
+
+def test_another_sampler_keeps_what_it_reads_too():
+    """diffusers' from_config of another class does."""
+    written = {**diffusers.PNDMScheduler(steps_offset=0, set_alpha_to_one=True).config}
+    schedule = read_schedule({**written, "_class_name": "PNDMScheduler"}, "here", "ddim")
+    theirs = diffusers.DDIMScheduler.from_config(written).config
+    assert schedule.sampler == "ddim"
+    assert (schedule.steps_offset, schedule.set_alpha_to_one) == (0, True)
+    assert (theirs.steps_offset, theirs.set_alpha_to_one) == (0, True)

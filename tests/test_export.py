@@ -16,10 +16,14 @@ import tensorflow as tf
 
 from sd_tf.checkpoints import make_random
 from sd_tf.components import COMPONENTS
-from sd_tf.export import ExportOptions, export, verify
+from sd_tf.components.build import Component
+from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.config import FAMILIES, ScheduleConfig
+from sd_tf.export import ExportOptions, embedded, export, verify
 from sd_tf.files.publish import staging
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.sampling.packed import pack
 from sd_tf.sampling.tables import steps
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import open_checkpoint
@@ -341,6 +345,10 @@ def test_a_component_that_does_not_fit(micro_copy, tmp_path):
         ({"max_steps": 0}, r"max_steps is 1…1000. Received: 0"),
         ({"max_steps": 2000}, r"max_steps is 1…1000. Received: 2000"),
         ({"guidance_rescale": 2.0}, r"between 0 and 1. Received: 2.0"),
+        (
+            {"guidance_rescale": 0.7, "guidance": "none"},
+            r"`guidance_rescale` must be 0 without guidance.*Received: 0.7",
+        ),
         ({"guidance_rescale": float("nan")}, r"between 0 and 1. Received: nan"),
         ({"components": ("unet",)}, r"Components are text_encoder, .*Received: unet"),
         ({"components": ()}, r"At least one component .*Received: none"),
@@ -370,6 +378,62 @@ def test_a_wrong_model_is_noticed(exported):
     inputs["latent"] *= 1.01
     with pytest.raises(ExportError, match=r"decoder does not compute what the model computes"):
         verify.compare("decoder", exported, reference, inputs, "full", "float32")
+
+
+def test_nan_in_one_output_is_noticed(exported):
+    tokens = np.zeros((2, 77), "int32")
+    inputs = {"tokens": tokens, "negative_tokens": tokens}
+    signature = load(exported, "text_encoder").signatures["encode"]
+    reference = {name: value.numpy() for name, value in signature(**inputs).items()}
+    assert len(reference) > 1
+    reference[sorted(reference)[-1]][0, 0] = np.nan
+    with pytest.raises(ExportError, match=r"text_encoder does not compute .* agrees to nan dB"):
+        verify.compare("text_encoder", exported, reference, inputs, "full", "float32")
+
+
+def test_verified_run():
+    """It is one that the default scheduler has, however few steps the export allows."""
+
+    def chosen(schedule, max_steps):
+        tables = pack(schedule, max_steps)
+        number = tables.numbers[schedule.sampler]
+        run = verify.run_of(Component("diffusion_model", {}, None, (), tables, number), "full")
+        assert tables.calls[run["scheduler"], run["num_steps"] - 1] > 0
+        return int(run["num_steps"])
+
+    schedule = FAMILIES["sd1"].schedule
+    flow = ScheduleConfig(kind="flow", prediction="flow", sampler="euler_linspace")
+    assert chosen(schedule, 50) == chosen(flow, 50) == 2
+    assert chosen(schedule, 1) == chosen(flow, 1) == 1
+
+
+def test_a_denoiser_that_is_told_the_guidance_scale():
+    config = FAMILIES["sd1"]
+    config = dataclasses.replace(
+        config, denoiser=dataclasses.replace(config.denoiser, guidance_embed_dim=256)
+    )
+    assert geometry_of(config, Fixed(guidance="none")).guidance == "none"
+    with pytest.raises(ExportError, match=r"LCM.*`guidance` must be none.*classifier_free"):
+        geometry_of(config, Fixed())
+
+
+def test_a_mount_point_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with (
+        pytest.raises(ExportError, match=r"is a mount point.* folder below it as `output_dir`"),
+        staging(tmp_path, True, FILE_NAME, ExportError),
+    ):
+        pytest.fail("it was let in")
+
+
+def test_another_checkpoint_in_the_default_folder(tmp_path, monkeypatch):
+    """It is drawn with, and by its own defaults."""
+    monkeypatch.setattr(embedded, "FOLDER", tmp_path)
+    shutil.copytree(micro_export(), tmp_path / "tiny")
+    said = []
+    assert embedded.embedded_export(False, said.append) == (tmp_path / "tiny", {})
+    name = Manifest.read(micro_export()).checkpoint["diffusion_model"]["name"]
+    assert said == [f"{tmp_path / 'tiny'} is an export of {name}"]
 
 
 def test_damaged_exports(copy):

@@ -212,6 +212,7 @@ SMALL, LARGE = of_one_colour(8, 8), of_one_colour(4097, 4096)
         (b"[]", 422, "Input should be an object"),
         ({}, 422, "prompt: Field required"),
         ({"prompt": 1}, 422, "prompt: Input should be a valid string"),
+        ({"prompt": "a", "seed": "x"}, 422, "seed: Input should be a valid integer"),
         ({"prompt": []}, 422, "One call gives 1 to 16 pictures. Received: 0"),
         ({"prompt": "a", "count": 17}, 422, "One call gives 1 to 16 pictures. Received: 17"),
         ({"prompt": "a", "count": 0}, 422, "count is a whole number from 1 to 10000. Received: 0"),

@@ -1,5 +1,6 @@
 """The trainer: its arithmetic against PyTorch and diffusers, its runs against themselves."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -20,13 +22,15 @@ from safetensors.numpy import load_file, save_file
 from sd_tf.config import END_TOKEN, FAMILIES
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.sampling.schedules import abar
+from sd_tf.training import trainer
 from sd_tf.training.ema import Average
+from sd_tf.training.hosts import Host
 from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising, Reading
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, Settings, TrainingError
 from sd_tf.training.step import compiled_step
-from sd_tf.training.trainer import Run, optimizer_for, states
+from sd_tf.training.trainer import Progress, Run, alone_in, optimizer_for, states
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
 from tests.exports import micro_export, micro_folder
@@ -384,3 +388,30 @@ def test_samples_are_the_pictures_of_an_export():
     pipe = Pipeline.load(micro_export(), jit_compile=False)
     expected = pipe(prompts, num_steps=2, guidance_scale=4.0, seed=0).images
     assert np.abs(drawn.astype(int) - expected).max() <= 1
+
+
+def test_one_process_trains_in_a_folder(tmp_path):
+    with (
+        alone_in(tmp_path / "run"),
+        pytest.raises(TrainingError, match=r"Another process trains in .*run\. Choose another"),
+        alone_in(tmp_path / "run"),
+    ):
+        pytest.fail("it was let in")
+
+
+def test_the_time_of_samples_is_no_training_time(tmp_path, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(**{**vars(time), "perf_counter": lambda: now[0]})
+    monkeypatch.setattr(trainer, "time", clock)
+    settings = Settings(steps=8, batch_size=3, learning_rate=0.1)
+    run = SimpleNamespace(folder=tmp_path, settings=settings, report=print, host=Host())
+    with Progress(run, 0) as progress:
+        for step in range(1, 5):
+            progress.add({"loss": 1.0})
+            now[0] += 1.0
+            if step == 2:
+                with progress.paused():
+                    now[0] += 100.0
+        progress.tell(4)
+    [line] = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(line)["examples_per_second"] == 3.0

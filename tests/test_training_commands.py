@@ -130,8 +130,9 @@ def captioned(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for index in range(6):
-        picture, caption = world.example(index)
-        Image.fromarray(picture).save(folder / f"{index}.png")
+        scene = world.sample_scene(index, 0, "train")
+        caption, _ = world.describe(scene, index, 0)
+        Image.fromarray(world.draw(scene, 64)).save(folder / f"{index}.png")
         (folder / f"{index}.txt").write_text(caption)
     (folder / "3.png").write_bytes((folder / "3.png").read_bytes()[:60])
     return folder
@@ -226,6 +227,10 @@ def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
     _, folder = small_pipelines("sdxl-base")
     assert tune(folder, "world:4") == 1
     assert "with one text encoder and no further inputs" in capsys.readouterr().err
+    assert tune(folder, "world:0") == 1
+    assert (
+        "an example or more for each host. Received: world:0 for 1 host" in capsys.readouterr().err
+    )
     assert tune(tmp_path / "absent", captioned) == 1
     assert "No such file or folder" in capsys.readouterr().err
     _, folder = small_pipelines("sd1")

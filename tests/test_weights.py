@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from sd_tf.cli.main import main
 from sd_tf.config import ConfigError, family_of, has_named_sizes
+from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights import CheckpointError, layout, open_checkpoint, save_folder
 from sd_tf.weights.tensors import open_safetensors
 from tests import peers
@@ -224,6 +225,28 @@ def test_schedulers(folder):
     assert open_checkpoint(folder, scheduler="ddim").config.schedule.sampler == "ddim"
     with pytest.raises(CheckpointError, match=r"Unknown scheduler 'dpm_fast'. Known: ddim"):
         open_checkpoint(folder, scheduler="dpm_fast")
+
+
+def test_a_tokenizer_that_is_named_must_be_there(folder):
+    """Without it SD2's padding would be another, and so would its pictures."""
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(TokenizerError, match=r"Missing: .*tokenizer/vocab\.json"):
+        open_checkpoint(folder).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "sd2-v"}, "`family` is for single files. Received: "),
+        ({"ema": True}, "`ema` is for single files. Received: "),
+        ({"revision": "main"}, "`revision` is for the Hub. Received: "),
+    ],
+)
+def test_options_that_a_folder_does_not_take(folder, options, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder, **options)
+    with pytest.raises(CheckpointError, match=r"`\w+` is for .* Received: kerascv:sd1\.4"):
+        open_checkpoint("kerascv:sd1.4", **options)
 
 
 # What is written

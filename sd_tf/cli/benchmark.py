@@ -8,7 +8,7 @@ from sd_tf.bench.page import page
 from sd_tf.bench.plan import BenchOptions, check, make_plan
 from sd_tf.bench.run import run_plan
 from sd_tf.cli.arguments import report as tell
-from sd_tf.cli.options import BENCHMARK
+from sd_tf.cli.options import BENCHMARK, chosen
 from sd_tf.cli.options import add_arguments as add_options
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    given = {option.name: getattr(options, option.name) for option in BENCHMARK}
+    given = chosen(options, BENCHMARK)
     output = given.pop("output")
     paths = None if output is None else report.output_paths(output)
     wanted = BenchOptions(**given)

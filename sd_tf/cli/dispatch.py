@@ -5,12 +5,13 @@ status.
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -21,11 +22,15 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its module, one line about it, and the environment that its imports need."""
+    """A command: its module, one line about it, and the environment that its imports need.
+
+    `extra` is the extra of the package that installs what it imports, if not its group's.
+    """
 
     module: str
     summary: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    extra: str | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Group:
 
     summary: str
     commands: Mapping[str, Command]
+    extra: str | None = None
 
 
 def dispatch(
@@ -42,26 +48,51 @@ def dispatch(
     """Parse the arguments, run the command that they name, and return its exit status."""
     silence_libraries()
     parser = argparse.ArgumentParser(prog=program, description=about)
-    chosen, its_parser = _add(parser, commands, list(argv))
+    try:
+        chosen, its_parser, extra = _add(parser, commands, list(argv))
+    except _MissingError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
     options = parser.parse_args(argv)
-    return run_reported(chosen, options, its_parser.prog, flags_of(its_parser))
+    return run_reported(chosen, options, its_parser.prog, flags_of(its_parser), extra)
+
+
+class _MissingError(Exception):
+    """A package that a command needs is not installed."""
+
+
+@contextlib.contextmanager
+def _installed(extra: str | None) -> Iterator[None]:
+    """Say how to install a package of somebody else's that turns out to be missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if debugging() or error.name is None or error.name.startswith("sd_tf"):
+            raise
+        how = error.name if extra is None else f"'sd_tf[{extra}]'"
+        raise _MissingError(f"{error.name} is not installed: pip install {how}") from error
 
 
 def run_reported(
-    command: ModuleType, options: argparse.Namespace, program: str, flags: Mapping[str, str]
+    command: ModuleType,
+    options: argparse.Namespace,
+    program: str,
+    flags: Mapping[str, str],
+    extra: str | None = None,
 ) -> int:
     """Run the command; report errors that a user can mend as a message and exit status 1.
 
     Ctrl+C ends a command with the status that shells give it.
     """
     try:
-        return command.run(options)
+        with _installed(extra):
+            return command.run(options)
     except KeyboardInterrupt:
         if debugging():
             raise
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError) as error:  # SdTfError is a ValueError
+    except (ValueError, OSError, _MissingError) as error:  # SdTfError is a ValueError
         if debugging():
             raise
         print(f"{program}: {message(error, flags)}", file=sys.stderr)
@@ -82,19 +113,20 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return {a.dest: a.option_strings[0] for a in parser._actions if a.option_strings}
 
 
-def _add(parser, commands: Mapping[str, Command | Group], argv: list[str]):
-    """Add all commands to the parser; return the chosen one's module and its parser, complete."""
+def _add(parser, commands: Mapping[str, Command | Group], argv: list[str], extra=None):
+    """Add all commands to the parser; return the chosen one's module, parser and extra."""
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    chosen = None, parser
+    chosen = None, parser, None
     for name, entry in commands.items():
         sub = parsers.add_parser(name, help=entry.summary, description=entry.summary)
         if name not in argv[:1]:
             continue
         if isinstance(entry, Group):
-            chosen = _add(sub, entry.commands, argv[1:])
+            chosen = _add(sub, entry.commands, argv[1:], entry.extra)
         else:
-            for variable, value in entry.environment.items():
-                os.environ.setdefault(variable, value)
-            chosen = importlib.import_module(entry.module), sub
+            os.environ.update(entry.environment)
+            needs = entry.extra or extra
+            with _installed(needs):
+                chosen = importlib.import_module(entry.module), sub, needs
             chosen[0].add_arguments(sub)
     return chosen

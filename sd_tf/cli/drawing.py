@@ -20,7 +20,7 @@ from sd_tf.runtime.pictures import PictureError, contact_sheet, open_picture
 from sd_tf.runtime.png import metadata, png_bytes, read_parameters
 from sd_tf.runtime.request import read_request
 
-CONTACT_SHEET = "contact_sheet.png"
+CONTACT_SHEET = "contact_sheet"
 LISTED = 10  # of the pictures that are missing
 
 
@@ -78,8 +78,9 @@ def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = Tr
                 calls = each[start : start + size]
                 result = chain(**Call.joined(calls).given(), callback=watch)
                 for call, image in zip(calls, result.images, strict=True):
-                    path = _unused(folder, str(call.seed))
-                    atomic.write(path, png_bytes(image, metadata(call, chain.manifest)))
+                    content = png_bytes(image, metadata(call, chain.manifest))
+                    path = _reserved(folder, str(call.seed))
+                    atomic.write(path, content)
                     images.append(image)
                     print(path, flush=True)
                 timings.update(result.timings)
@@ -87,8 +88,9 @@ def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = Tr
         if missing := each[len(images) :]:
             print(_missing(missing, len(each), folder), file=sys.stderr)
     if len(images) > 1:
-        contact_sheet(np.stack(images)).save(folder / CONTACT_SHEET)
-        print(folder / CONTACT_SHEET)
+        path = _reserved(folder, CONTACT_SHEET)
+        contact_sheet(np.stack(images)).save(path)
+        print(path)
     print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in timings.items()))
 
 
@@ -101,13 +103,16 @@ def _missing(missing: Sequence[Call], count: int, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _unused(folder: Path, name: str) -> Path:
-    """Return a path of that name, with a number behind it where there is such a file already."""
+def _reserved(folder: Path, name: str) -> Path:
+    """Make an empty file of that name, with a number behind it where there is one already."""
     path, number = folder / f"{name}.png", 1
-    while path.exists():
-        path = folder / f"{name}-{number}.png"
-        number += 1
-    return path
+    while True:
+        try:
+            path.touch(exist_ok=False)  # another process may be about to write the same picture
+            return path
+        except FileExistsError:
+            path = folder / f"{name}-{number}.png"
+            number += 1
 
 
 def following(bar: Progress) -> Callable[[int, int, Any], None]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from sd_tf.cli.options import EXPORT
+from sd_tf.cli.options import EXPORT, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of
 
@@ -14,19 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from sd_tf.checkpoints import EMBEDDED
     from sd_tf.export import ExportOptions, export
-    from sd_tf.weights import open_checkpoint
 
     start = time.perf_counter()
-    checkpoint = open_checkpoint(
-        EMBEDDED.get(options.checkpoint, options.checkpoint),
-        family=options.family,
-        scheduler=options.scheduler,
-        variant=options.variant,
-        revision=options.revision,
-        ema=options.ema,
-    )
+    checkpoint = opened(options, options.checkpoint)
     print(f"{checkpoint.source}: {checkpoint.format}, {family_of(checkpoint.config)}", flush=True)
     manifest = export(
         checkpoint,

@@ -7,19 +7,25 @@ import time
 import jax
 
 from sd_tf.cli.arguments import add_json, write_json
-from sd_tf.components.geometry import PRECISIONS, Fixed, geometry_of
+from sd_tf.cli.options import OPENING, opened
+from sd_tf.cli.options import add_arguments as add_options
+from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
 from sd_tf.config import FAMILIES, family_of
 from sd_tf.jax import chips
 from sd_tf.jax import compile as ahead
 from sd_tf.jax.sharding import check_mesh, make_mesh
 from sd_tf.runtime.manifest import ExportError
-from sd_tf.weights import Checkpoint, open_checkpoint
+from sd_tf.sampling.tables import steps
+from sd_tf.weights import Checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", help="as for `sd-tf export`; with its weights")
-    source.add_argument("--family", choices=FAMILIES, help="an architecture, from shapes alone")
+    parser.add_argument(
+        "--checkpoint",
+        help="as for `sd-tf export`; without it, --family names an architecture, which is "
+        "compiled from shapes alone",
+    )
+    add_options(parser, OPENING)
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: this machine's")
     parser.add_argument(
         "--topology",
@@ -32,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int)
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--max_steps", type=int, default=100)
-    parser.add_argument(
-        "--guidance", choices=("classifier_free", "none"), default="classifier_free"
-    )
+    parser.add_argument("--guidance", choices=GUIDANCE, default="classifier_free")
     parser.add_argument("--guidance_rescale", type=float, default=0.0)
     parser.add_argument("--model_axis", type=int, default=1, help="devices that share one UNet")
     parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
@@ -60,7 +64,11 @@ def run(options: argparse.Namespace) -> int:
         raise ExportError("Several topologies or batch sizes are for --sweep.")
     if bool(options.topology) != (options.platform == "tpu") and options.platform is not None:
         raise ExportError("--platform=tpu takes a --topology, like v5e:2x2; the others take none.")
+    if not 1 <= options.num_steps <= options.max_steps:
+        raise ExportError(f"`num_steps` is 1…{options.max_steps}. Received: {options.num_steps}")
     checkpoint = _checkpoint(options)
+    schedule = checkpoint.config.schedule
+    steps(schedule, schedule.sampler, options.num_steps)  # refuses a number that cannot be walked
     results = [
         _one(options, checkpoint, topology, batch)
         for topology, batch in itertools.product(
@@ -79,7 +87,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _checkpoint(options) -> Checkpoint:
     if options.checkpoint is not None:
-        return open_checkpoint(options.checkpoint)
+        return opened(options, options.checkpoint)
+    for name in ("scheduler", "variant", "revision", "ema"):
+        if getattr(options, name):
+            raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
+    if options.family is None:
+        raise ExportError("Give `checkpoint`, or `family` to compile from shapes alone.")
     name = f"the family {options.family}"
     return Checkpoint(name, name, "shapes alone", FAMILIES[options.family], {})
 

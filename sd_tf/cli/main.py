@@ -33,6 +33,7 @@ COMMANDS = {
             ),
             "load": Command("sd_tf.cli.serve_load", "measure the load that an application takes"),
         },
+        "serve",
     ),
     "train": Group(
         "train, write training data, and measure what was trained",
@@ -49,6 +50,7 @@ COMMANDS = {
                 "sd_tf.cli.train_memory",
                 "estimate fine-tuning's memory and time on a TPU slice, without the slice",
                 JAX,
+                "tpu",
             ),
             "eval": Command(
                 "sd_tf.cli.train_eval", "measure how often an export draws what a prompt asks for"
@@ -62,6 +64,7 @@ COMMANDS = {
                 "write the tiny world's edits as parquet: pairs with a known truth",
             ),
         },
+        "train",
     ),
     "jax": Group(
         "compile ahead of time, and draw with what was compiled",
@@ -75,6 +78,7 @@ COMMANDS = {
                 "sd_tf.cli.jax_generate", "make pictures with what was compiled", JAX
             ),
         },
+        "jax",
     ),
     "bench": Group(
         "measure exports beside other engines",
@@ -103,8 +107,10 @@ COMMANDS = {
                 "sd_tf.cli.bench_soak",
                 "kill the Ray application's replicas and replace its export, under load",
                 TENSORFLOW,
+                "serve",
             ),
         },
+        "bench",
     ),
 }
 

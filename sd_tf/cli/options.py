@@ -6,19 +6,20 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from sd_tf.bench.plan import DEFAULT_PROMPT
 from sd_tf.cli.arguments import Switch, names
+from sd_tf.components import COMPONENTS
+from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
 
 flags.disclaim_key_flags()  # `--help` shows them as the script's own
 
-PRECISIONS = ("float32", "bfloat16", "float16")
 TARGETS = ("cpu", "gpu", "tpu")
-COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
 EXPORT_DIR = "exports/tiny"
 
 
@@ -34,6 +35,19 @@ class Option:
     spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
 
 
+WEIGHTS = (  # which of a source's weights to take
+    Option("family", None, "The family of a single SD2 file.", choices=tuple(FAMILIES)),
+    Option("variant", None, "Which weights of a folder or of the Hub: fp16, non_ema."),
+    Option("revision", None, "Branch, tag or commit on the Hub."),
+    Option("ema", False, "Take a single file's averaged UNet weights.", bool),
+)
+OPENING = (
+    Option(
+        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
+    ),
+    *WEIGHTS,
+)
+
 EXPORT = (
     Option(
         "checkpoint",
@@ -48,14 +62,12 @@ EXPORT = (
     Option("width", None, "Pixels. Default: the size that the model was made for.", int),
     Option("precision", "float32", "The models' precision.", choices=PRECISIONS),
     Option("max_steps", 100, "The most steps that a call can ask for.", int),
-    Option(
-        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
-    ),
+    *OPENING,
     Option(
         "guidance",
         "classifier_free",
         "none: one model call per step, for Turbo and LCM checkpoints.",
-        choices=("classifier_free", "none"),
+        choices=GUIDANCE,
     ),
     Option("guidance_rescale", 0.0, "0…1: pulls guided contrast back to the unguided one.", float),
     Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
@@ -85,10 +97,6 @@ EXPORT = (
         choices=("full", "fast", "off"),
     ),
     Option("overwrite", False, "Replace an existing export.", bool),
-    Option("family", None, "The family of a single SD2 file.", choices=tuple(FAMILIES)),
-    Option("variant", None, "Which weights of a folder or of the Hub: fp16, non_ema."),
-    Option("revision", None, "Branch, tag or commit on the Hub."),
-    Option("ema", False, "Take a single file's averaged UNet weights.", bool),
 )
 
 BENCHMARK = (
@@ -123,6 +131,25 @@ BENCHMARK = (
         spelling="out",
     ),
 )
+
+
+def opened(options: argparse.Namespace, source: str):
+    """Open a checkpoint with the options of `OPENING`."""
+    from sd_tf.weights import open_checkpoint
+
+    return open_checkpoint(place_of(source), **chosen(options, OPENING))
+
+
+def place_of(source: str) -> str | Path:
+    """Return an embedded checkpoint's folder for its name; any other source stays as it is."""
+    from sd_tf.checkpoints import EMBEDDED
+
+    return EMBEDDED.get(source, source)
+
+
+def chosen(options: argparse.Namespace, of: Sequence[Option]) -> dict[str, Any]:
+    """Return the values of the options, by name."""
+    return {option.name: getattr(options, option.name) for option in of}
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:

@@ -20,7 +20,7 @@ def run(command: ModuleType, options: Sequence[Option]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}")
         silence_libraries()  # after absl has set its own levels
-        os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+        os.environ["KERAS_BACKEND"] = "tensorflow"
         flags = {option.name: f"--{option.name}" for option in options}
         sys.exit(run_reported(command, parsed_flags(options), Path(argv[0]).name, flags))
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 
 from sd_tf.cli.arguments import report
+from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
     add_hosts,
     add_pictures,
@@ -54,11 +55,10 @@ def run(options: argparse.Namespace) -> int:
     host = use_backend(options)
     from sd_tf.training import edit
     from sd_tf.training.pairs import WorldPairs, open_pairs
-    from sd_tf.weights import open_checkpoint
 
-    checkpoint = open_checkpoint(options.checkpoint, scheduler=options.scheduler)
+    checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
-    count = world_count(options.data)
+    count = world_count(options)
     if count is None:
         pairs = open_pairs(options.data, options.on_error, host, report)
     else:

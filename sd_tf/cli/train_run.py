@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from sd_tf.cli.arguments import Switch
+from sd_tf.cli.options import OPENING
+from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import PipelineConfig
 from sd_tf.training.settings import PRECISIONS, Averaging, Settings, TrainingError
 
@@ -39,15 +41,13 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the fields of `Settings`, the noise levels to learn, and how to save the checkpoint."""
+    """Add how to open the checkpoint and how to save it, the noise levels, and `Settings`."""
+    add_options(parser, OPENING)
     parser.add_argument(
         "--first_timestep",
         type=int,
         default=0,
         help="train on no timestep below it: noisy ones decide where things stand",
-    )
-    parser.add_argument(
-        "--scheduler", help="the default of the saved checkpoint (default: the one it had)"
     )
     parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32")
@@ -107,10 +107,18 @@ def picture_size(options: argparse.Namespace, config: PipelineConfig) -> int:
     return size
 
 
-def world_count(data: str) -> int | None:
-    """Return N of world:N, or None where the data is something else."""
-    kind, _, count = data.partition(":")
-    return int(count) if kind == "world" and count.isdigit() else None
+def world_count(options: argparse.Namespace) -> int | None:
+    """Return N of --data world:N, or None where the data is something else."""
+    kind, _, number = options.data.partition(":")
+    if kind != "world" or not number.isdecimal():
+        return None
+    count, hosts = int(number), options.hosts or 1
+    if count < hosts:
+        raise TrainingError(
+            f"world:COUNT has an example or more for each host. Received: {options.data} for "
+            f"{hosts} host{'s' if hosts > 1 else ''}"
+        )
+    return count
 
 
 def use_backend(options: argparse.Namespace):

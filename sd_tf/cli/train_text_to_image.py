@@ -3,6 +3,7 @@
 import argparse
 
 from sd_tf.cli.arguments import Switch, report
+from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
     add_hosts,
     add_pictures,
@@ -33,11 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     host = use_backend(options)
     from sd_tf.training import data, finetune
-    from sd_tf.weights import open_checkpoint
 
-    checkpoint = open_checkpoint(options.checkpoint, scheduler=options.scheduler)
+    checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
-    count = world_count(options.data)
+    count = world_count(options)
     if count is not None:
         source = data.World(count, size, host=host)
     else:

@@ -3,10 +3,12 @@
 import argparse
 import sys
 
-from sd_tf.config import FAMILIES, SAMPLERS, family_of, has_named_sizes
+from sd_tf.cli.options import OPENING, opened
+from sd_tf.cli.options import add_arguments as add_options
+from sd_tf.config import family_of, has_named_sizes
 from sd_tf.errors import SdTfError
 from sd_tf.tokenizer.clip import TokenizerError
-from sd_tf.weights import Checkpoint, CheckpointError, layout, open_checkpoint
+from sd_tf.weights import Checkpoint, CheckpointError, layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,26 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="PATH_OR_ID",
         help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
-        "kerascv:sd1.4, kerascv:sd2.1 or kerascv:FOLDER",
+        "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit",
     )
-    parser.add_argument("--family", choices=FAMILIES, help="the family of a single SD2 file")
-    parser.add_argument("--scheduler", choices=SAMPLERS, help="in place of the checkpoint's own")
-    parser.add_argument("--variant", help="which weights of a folder: fp16, non_ema")
-    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
-    parser.add_argument("--ema", action="store_true", help="a single file's averaged UNet")
+    add_options(parser, OPENING)
 
 
 def run(options: argparse.Namespace) -> int:
     """Describe the checkpoint; return exit status 1 if it would not load."""
     try:
-        checkpoint = open_checkpoint(
-            options.source,
-            family=options.family,
-            scheduler=options.scheduler,
-            variant=options.variant,
-            revision=options.revision,
-            ema=options.ema,
-        )
+        checkpoint = opened(options, options.source)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)
         return 1

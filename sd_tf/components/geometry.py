@@ -6,6 +6,7 @@ from sd_tf.config import PipelineConfig
 from sd_tf.runtime.manifest import ExportError
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+GUIDANCE = ("classifier_free", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,20 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", fixed.max_steps)
     if not 0.0 <= fixed.guidance_rescale <= 1.0:
         refuse("The guidance rescale factor is between 0 and 1.", fixed.guidance_rescale)
-    if fixed.guidance not in ("classifier_free", "none"):
-        refuse("Guidance is classifier_free or none.", fixed.guidance)
+    if fixed.guidance not in GUIDANCE:
+        refuse(f"Guidance is {' or '.join(GUIDANCE)}.", fixed.guidance)
+    if fixed.guidance != "none" and config.denoiser.guidance_embed_dim is not None:
+        refuse(
+            "This checkpoint's denoiser is told the guidance scale (LCM), so `guidance` must be "
+            "none.",
+            fixed.guidance,
+        )
+    if fixed.guidance_rescale and (fixed.guidance == "none" or config.latent_inputs == "image"):
+        refuse(
+            "Only guidance by a negative prompt alone is rescaled; `guidance_rescale` must be 0 "
+            "without guidance, and for checkpoints that edit pictures.",
+            fixed.guidance_rescale,
+        )
     scale = config.autoencoder.downscale
     height = config.default_size if fixed.height is None else fixed.height
     width = config.default_size if fixed.width is None else fixed.width

@@ -6,6 +6,7 @@ from typing import Any
 
 from sd_tf.checkpoints import EDITOR, EMBEDDED, TINY
 from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.weights import open_checkpoint
 
 FOLDER = Path("exports")
@@ -17,8 +18,9 @@ SUITED = {TINY: {"guidance_scale": 4.0}, EDITOR: {"guidance_scale": 2.0}}
 def embedded_export(edits: bool, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
     """Return the folder of an embedded checkpoint's export, making it on first use.
 
-    The folder is `exports/NAME` in the working directory. The second value returned holds the
-    parameters that suit the checkpoint, as defaults.
+    The folder is `exports/NAME` in the working directory; an export of another checkpoint that
+    lies there is used as it is. The second value returned holds the parameters that suit the
+    checkpoint, as defaults.
 
     Args:
         edits: use the checkpoint that edits pictures, in place of the one that draws them.
@@ -28,4 +30,7 @@ def embedded_export(edits: bool, report: Callable[[str], None]) -> tuple[Path, d
     if not folder.exists():
         report(f"exporting the embedded checkpoint {name} to {folder}, once")
         export(open_checkpoint(EMBEDDED[name]), folder, ExportOptions(verify="fast"))
-    return folder, SUITED[name]
+    found = Manifest.read(folder).checkpoint["diffusion_model"]["name"]
+    if found != name:
+        report(f"{folder} is an export of {found}")
+    return folder, SUITED.get(found, {})

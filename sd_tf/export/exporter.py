@@ -104,7 +104,7 @@ def _export_one(name, checkpoint, geometry, options, origin, folder, report):
         report(name, "computing the reference")
         endpoint = verify.endpoint_for(name)
         specs = module.endpoints[endpoint].structured_input_signature[1]
-        inputs = verify.sample_inputs(specs, name, options.verify)
+        inputs = verify.sample_inputs(specs, part, options.verify)
         reference = verify.eager(module.eager[endpoint], inputs)
     report(name, "saving")
     path = folder / name / VERSION_FOLDER

@@ -11,9 +11,9 @@ import tensorflow as tf
 from sd_tf.components import Endpoint, Spec
 from sd_tf.components.build import Component
 from sd_tf.models.lowering import Rewrites, lowered, rewrites
+from sd_tf.runtime.runner import PLAIN
 from sd_tf.sampling.packed import Packed
 
-PLAIN = "plain_"
 # The tables that are large, and therefore saved as variables rather than as constants.
 LARGE_TABLES = ("rows", "signals", "sigmas")
 

@@ -5,9 +5,10 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from sd_tf.export.modules import PLAIN
+from sd_tf.components.build import Component
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
 from sd_tf.runtime.psnr import psnr
+from sd_tf.runtime.runner import PLAIN
 
 # Agreement in dB, below which nothing is published. Export and model are compared in the same
 # precision, so only the order of additions differs, which half precision makes visible.
@@ -15,12 +16,21 @@ FLOORS = {"float32": 60.0, "bfloat16": 25.0, "float16": 35.0}
 STEPS = {"full": 2, "fast": 1}
 
 
-def sample_inputs(specs: dict[str, tf.TensorSpec], component: str, level: str) -> dict:
+def run_of(part: Component, level: str) -> dict[str, np.int32]:
+    """Choose the run to compare: few steps of the default scheduler."""
+    if part.tables is None:
+        return {}
+    possible = np.flatnonzero(part.tables.calls[part.default_scheduler]) + 1
+    enough = possible[possible >= STEPS[level]]
+    steps = enough[0] if enough.size else possible[-1]
+    return {"num_steps": np.int32(steps), "scheduler": np.int32(part.default_scheduler)}
+
+
+def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) -> dict:
     """Make fixed inputs for an endpoint, in the range of real ones."""
     rng = np.random.default_rng(0)
     known = {
-        "num_steps": np.int32(STEPS[level]),
-        "scheduler": np.int32(0),
+        **run_of(part, level),
         "unconditional_guidance_scale": np.float32(7.5),
         "image_guidance_scale": np.float32(1.5),
     }
@@ -35,7 +45,7 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], component: str, level: str) -
             inputs[name] = np.full(shape, 512, "float32")
         else:
             inputs[name] = rng.standard_normal(shape).astype(spec.dtype.as_numpy_dtype)
-            if component == "image_encoder":
+            if part.name == "image_encoder":
                 inputs[name] = np.clip(0.5 * inputs[name], -1, 1)
     return inputs
 
@@ -75,7 +85,8 @@ def compare(component: str, folder, reference: dict, inputs: dict, level: str, p
         start = time.perf_counter()
         outputs = loaded.signatures[name](**{k: tf.constant(v) for k, v in inputs.items()})
         seconds = time.perf_counter() - start
-        worst = min(psnr(reference[k], outputs[k], _span(reference[k])) for k in reference)
+        agreement = [psnr(reference[k], outputs[k], _span(reference[k])) for k in reference]
+        worst = float(np.min(agreement))  # NaN where any is, unlike Python's `min`
         figures[label] = {"psnr_db": round(min(worst, 999.0), 1), "seconds": round(seconds, 2)}
         if not worst >= FLOORS[precision]:
             raise ExportError(

@@ -34,6 +34,11 @@ def staging(target: Path, overwrite: bool, marker: str, error: type[Exception]) 
             f"{target} is not an export (it has no {marker}), so `overwrite` leaves it alone."
         )
     target = target.resolve()  # so that both names of a folder have one lock
+    if target.is_mount():
+        raise error(
+            f"{target} is a mount point, which cannot be replaced in one step. Choose a folder "
+            f"below it as `output_dir`."
+        )
     lock = target.with_name(f".{target.name}.lock")
     busy = error(
         f"Another export to {target} is running (it holds {lock}). Wait for it, or choose another "

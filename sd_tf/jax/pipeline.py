@@ -109,6 +109,7 @@ class JaxPipeline(Chain):
         *,
         checkpoint: str | Path | None = None,
         fallback: bool = True,
+        **opening,
     ) -> "JaxPipeline":
         """Load what `sd-tf jax compile` wrote; nothing is traced or compiled.
 
@@ -117,6 +118,7 @@ class JaxPipeline(Chain):
             checkpoint: the source of the weights where the folder has none of its own.
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
+            opening: `family`, `variant`, `revision`, `ema` of `open_checkpoint`, for that source.
         """
         start = time.perf_counter()
         folder = Path(folder)
@@ -132,7 +134,7 @@ class JaxPipeline(Chain):
         if compiled.has_weights:
             weights = artifacts.load_weights(folder, compiled, mesh)
         elif checkpoint is not None:
-            weights = _weights_of_checkpoint(checkpoint, compiled, manifest, mesh)
+            weights = _weights_of_checkpoint(checkpoint, opening, compiled, manifest, mesh)
         else:
             raise ExportError(
                 f"{folder} was compiled from shapes alone and holds no weights: give checkpoint=..."
@@ -141,13 +143,15 @@ class JaxPipeline(Chain):
         return cls(manifest, [stages], tokenizers, time.perf_counter() - start)
 
 
-def _weights_of_checkpoint(source, compiled: artifacts.Compiled, manifest: Manifest, mesh: Mesh):
+def _weights_of_checkpoint(
+    source, opening, compiled: artifacts.Compiled, manifest: Manifest, mesh: Mesh
+):
     from sd_tf.components.geometry import Fixed
     from sd_tf.jax import compile as ahead
     from sd_tf.jax import components as programs
     from sd_tf.weights import open_checkpoint
 
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, **opening)
     if family_of(checkpoint.config) != manifest.family:
         raise ExportError(
             f"The pipeline was compiled for the family {manifest.family}. Received: "
@@ -159,6 +163,8 @@ def _weights_of_checkpoint(source, compiled: artifacts.Compiled, manifest: Manif
         width=manifest.width,
         precision=manifest.precision,
         max_steps=manifest.max_steps,
+        guidance=manifest.guidance,
+        guidance_rescale=manifest.guidance_rescale,
     )
     components = ahead.components(checkpoint, fixed, mesh)
     for name, component in components.items():

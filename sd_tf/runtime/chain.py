@@ -73,7 +73,7 @@ class Chain:
         Args:
 {calls.documentation()}
             callback: called with (done, calls, latents) after every `callback_every` model calls
-                and the last one; False stops.
+                and the last one; False ends the batch as it is then.
             callback_every: model calls between two calls of `callback`.
         """
 

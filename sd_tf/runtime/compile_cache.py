@@ -84,6 +84,8 @@ class CompileCache:
                     link.symlink_to(path)
             except FileNotFoundError:  # removed by another process
                 continue
+            except OSError as error:  # another user's
+                logger.warning("%s is not used: %s", path, error)
 
     def _digest(self, path: Path, name: str) -> str:
         """Hash the content and the place, so that an entry is right only where it was made."""

@@ -219,9 +219,9 @@ class Manifest:
             raise ExportError(f"{error} Export again.") from error
 
     def check_files(self, folder: Path) -> None:
-        """Check that every file is present with its size, and that the small ones are unchanged.
+        """Check that every file is present with its size and unchanged.
 
-        The large ones hold variables, whose checksums TensorFlow compares as it reads them.
+        Large files of variables are not read, as TensorFlow compares their checksums.
         """
         for name, component in self.components.items():
             for relative, known in component.files.items():
@@ -279,8 +279,8 @@ def describe_files(folder: Path, component: str) -> dict[str, dict[str, Any]]:
     for path in sorted((folder / component).rglob("*")):
         if path.is_file():
             size = path.stat().st_size
-            is_data = (".data-" in path.name or path.suffix == ".safetensors") and size > LARGE
-            hashed = {} if is_data else {"sha256": file_hash(path)}
+            has_checksums = ".data-" in path.name and size > LARGE
+            hashed = {} if has_checksums else {"sha256": file_hash(path)}
             files[str(path.relative_to(folder))] = {"size": size, **hashed}
     return files
 

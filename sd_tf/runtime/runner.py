@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from sd_tf.runtime.call import EDIT, use_of_picture
-from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request
 
-PLAIN = "plain_"
+PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
 # Component → the endpoints that a runner calls. JAX compiles these and no others, and Ray compiles
 # the loop's at the start; the remaining ones are for a server's clients.
 CALLED = {
@@ -25,7 +25,7 @@ CALLED = {
 PAINTED = 128  # of 255: from here on a mask says "paint"
 
 # Called on the way with (model calls done, calls in all, latents (B, h, w, 4)); returning False
-# stops the run.
+# ends the batch as it is then.
 Callback = Callable[[int, int, np.ndarray], bool | None]
 
 
@@ -53,8 +53,14 @@ class Runner(ABC):
 
     def signature(self, component: str, endpoint: str) -> str:
         """Return the endpoint's signature: the compiled one, or its plain twin if it has one."""
+        known = self.manifest.components[component].signatures
+        if endpoint not in known:
+            raise ExportError(
+                f"The export's {component} has no signature {endpoint!r}: it was made by an older "
+                f"sd_tf. Export again."
+            )
         name = endpoint if self.jit_compile else PLAIN + endpoint
-        return name if name in self.manifest.components[component].signatures else endpoint
+        return name if name in known else endpoint
 
     def decode(self, latents) -> np.ndarray:
         outputs = self.call("decoder", "serving_default", latent=latents)

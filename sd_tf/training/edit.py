@@ -28,7 +28,8 @@ from sd_tf.training.origin import Record, check_cache, mark_cache, of_checkpoint
 from sd_tf.training.pairs import Pairs
 from sd_tf.training.picture_input import with_picture_input
 from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.task import TrainingTask
+from sd_tf.training.task import TrainingTask, has_further_conditions
+from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
 SAMPLES = 6
@@ -270,22 +271,23 @@ def train(
     report: Callable[[str], None] = print,
 ) -> Path:
     """Train the UNet; return the folder of the checkpoint, which edits."""
-    task = prepare(checkpoint, pairs, settings, options, folder / CACHE, report)
-    shown = [pairs.pair(i) for i in range(min(SAMPLES, len(pairs)))]
+    with alone_in(folder):
+        task = prepare(checkpoint, pairs, settings, options, folder / CACHE, report)
+        shown = [pairs.pair(i) for i in range(min(SAMPLES, len(pairs)))]
 
-    def sample(step):
-        size = options.size
-        before = np.stack([prepared(pair.before, size, size, (0, 0), False) for pair in shown])
-        after = task.painter.edit([pair.instruction for pair in shown], before)
-        both = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
-        contact_sheet(both).save(folder / f"{step:06d}.png")
+        def sample(step):
+            size = options.size
+            before = np.stack([prepared(pair.before, size, size, (0, 0), False) for pair in shown])
+            after = task.painter.edit([pair.instruction for pair in shown], before)
+            both = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
+            contact_sheet(both).save(folder / f"{step:06d}.png")
 
-    return task.run(settings, folder, options.save_dtype, report, sample)
+        return task.run(settings, folder, options.save_dtype, report, sample)
 
 
 def _check_family(config: PipelineConfig) -> None:
-    if config.denoiser.added is not None:
+    if has_further_conditions(config):
         raise TrainingError(
-            f"Training to edit needs a checkpoint with one text encoder (SD1, SD2). "
+            f"Training to edit needs a checkpoint with one text encoder (SD1, SD2, but no LCM). "
             f"Received: {family_of(config)}"
         )

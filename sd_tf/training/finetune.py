@@ -14,7 +14,8 @@ from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import Denoising, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.task import TrainingTask
+from sd_tf.training.task import TrainingTask, has_further_conditions
+from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
 SAMPLES = 9
@@ -50,38 +51,44 @@ def finetune(
     On several hosts, `source` is this host's part of the data.
     """
     config, host = checkpoint.config, this_host()
-    if config.denoiser.added is not None or config.latent_inputs != "none":
+    if has_further_conditions(config) or config.latent_inputs != "none":
         raise TrainingError(
             f"Text-to-image training needs a checkpoint with one text encoder and no further "
-            f"inputs (SD1, SD2). Received: {family_of(config)}"
+            f"inputs (SD1, SD2, but no LCM). Received: {family_of(config)}"
         )
-    begun = {"checkpoint": of_checkpoint(checkpoint), "data": source.record(), "hosts": host.count}
-    with by_itself():
-        vae = checkpoint.build("vae")
-        cache = folder / host.named(CACHE)
-        latents = cached_latents(vae, source, cache, begun, report)
-    unet = checkpoint.build("unet", settings.precision)
-    if settings.gradient_checkpointing:
-        recomputed(unet)
-    text_encoder = checkpoint.build("text_encoder", settings.precision)
-    text_encoder.trainable = options.train_text_encoder
-    tokenizer = checkpoint.tokenizer()
-    batches = LatentBatches(
-        source,
-        settings,
-        latents,
-        config,
-        tokenizer,
-        options.caption_dropout,
-        options.first_timestep,
-        host,
-    )
-    loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
-    models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    task = TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
-    prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
+    with alone_in(folder):
+        begun = {
+            "checkpoint": of_checkpoint(checkpoint),
+            "data": source.record(),
+            "hosts": host.count,
+        }
+        with by_itself():
+            vae = checkpoint.build("vae")
+            cache = folder / host.named(CACHE)
+            latents = cached_latents(vae, source, cache, begun, report)
+        unet = checkpoint.build("unet", settings.precision)
+        if settings.gradient_checkpointing:
+            recomputed(unet)
+        text_encoder = checkpoint.build("text_encoder", settings.precision)
+        text_encoder.trainable = options.train_text_encoder
+        tokenizer = checkpoint.tokenizer()
+        batches = LatentBatches(
+            source,
+            settings,
+            latents,
+            config,
+            tokenizer,
+            options.caption_dropout,
+            options.first_timestep,
+            host,
+        )
+        loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
+        models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
+        task = TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
+        prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
 
-    def sample(step):
-        contact_sheet(task.painter.draw(prompts)).save(folder / f"{step:06d}.png")
+        def sample(step):
+            pictures = task.painter.draw(prompts, source.picture(0).shape[0])
+            contact_sheet(pictures).save(folder / f"{step:06d}.png")
 
-    return task.run(settings, folder, options.save_dtype, report, sample)
+        return task.run(settings, folder, options.save_dtype, report, sample)

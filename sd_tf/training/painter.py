@@ -27,10 +27,17 @@ class Painter:
         self.config, self.models, self.tokenizer = config, models, tokenizer
 
     def draw(
-        self, prompts: Sequence[str], num_steps: int = 20, guidance_scale: float = 4.0
+        self,
+        prompts: Sequence[str],
+        size: int | None = None,
+        num_steps: int = 20,
+        guidance_scale: float = 4.0,
     ) -> np.ndarray:
-        """Draw a picture for each prompt, uint8 (N, H, W, 3); picture i has seed i."""
-        return self._pictures(prompts, num_steps, {SCALE: guidance_scale})
+        """Draw a picture for each prompt, uint8 (N, H, W, 3); picture i has seed i.
+
+        `size` is in pixels; None: the size that the model was made for.
+        """
+        return self._pictures(prompts, num_steps, {SCALE: guidance_scale}, size, size)
 
     def edit(
         self,
@@ -42,10 +49,10 @@ class Painter:
     ) -> np.ndarray:
         """Edit each picture as its instruction says, uint8 (N, H, W, 3); picture i has seed i."""
         scales = {SCALE: guidance_scale, IMAGE_SCALE: image_guidance_scale}
-        return self._pictures(instructions, num_steps, scales, pictures)
+        height, width = pictures.shape[1:3]
+        return self._pictures(instructions, num_steps, scales, height, width, pictures)
 
-    def _pictures(self, prompts, num_steps, scales, edited=None) -> np.ndarray:
-        height, width = (None, None) if edited is None else edited.shape[1:3]
+    def _pictures(self, prompts, num_steps, scales, height, width, edited=None) -> np.ndarray:
         fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
         geometry = geometry_of(self.config, fixed)
 

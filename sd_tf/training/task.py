@@ -17,6 +17,11 @@ from sd_tf.training.trainer import Run
 from sd_tf.weights import save_folder
 
 
+def has_further_conditions(config: PipelineConfig) -> bool:
+    """Tell whether the denoiser takes more than a timestep and one text: SDXL's and LCM's do."""
+    return config.denoiser.added is not None or config.denoiser.guidance_embed_dim is not None
+
+
 @dataclass(frozen=True)
 class TrainingTask:
     """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch."""

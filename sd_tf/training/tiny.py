@@ -21,7 +21,7 @@ from sd_tf.training.losses import Autoencoding, Denoising, Reading
 from sd_tf.training.origin import Record
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, Settings
-from sd_tf.training.trainer import Run
+from sd_tf.training.trainer import Run, alone_in
 from sd_tf.weights import save_folder
 
 VOCABULARY_SCENES = 4000  # scenes from whose captions the words of the world are collected
@@ -178,18 +178,19 @@ TINY = Recipe(
 
 def train(recipe: Recipe, folder: Path, report: Callable[[str], None] = print) -> Path:
     """Run all stages, each resumed where it was stopped; return the checkpoint's folder."""
-    config = recipe.config
-    pictures = World(recipe.scenes, config.default_size)
-    vae, factor, latents = train_autoencoder(recipe, pictures, folder, report)
-    config = replace(config, autoencoder=replace(config.autoencoder, scaling_factor=factor))
-    text_encoder, unet, tokenizer = train_denoiser(
-        replace(recipe, config=config), pictures, latents, vae, folder, report
-    )
-    target = folder / "checkpoint"
-    models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    save_folder(target, config, models, {"text_encoder": tokenizer}, dtype="float16")
-    report(f"saved {target}")
-    return target
+    with alone_in(folder):
+        config = recipe.config
+        pictures = World(recipe.scenes, config.default_size)
+        vae, factor, latents = train_autoencoder(recipe, pictures, folder, report)
+        config = replace(config, autoencoder=replace(config.autoencoder, scaling_factor=factor))
+        text_encoder, unet, tokenizer = train_denoiser(
+            replace(recipe, config=config), pictures, latents, vae, folder, report
+        )
+        target = folder / "checkpoint"
+        models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
+        save_folder(target, config, models, {"text_encoder": tokenizer}, dtype="float16")
+        report(f"saved {target}")
+        return target
 
 
 def build(recipe: Recipe, name: str, settings: Settings, **options) -> keras.layers.Layer:

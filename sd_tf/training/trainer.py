@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sd_tf.files import atomic
+from sd_tf.files import atomic, locks
 from sd_tf.training.batches import Batch
 from sd_tf.training.ema import Average
 from sd_tf.training.hosts import this_host
@@ -46,6 +46,15 @@ def optimizer_for(settings: Settings, variables) -> keras.optimizers.Optimizer:
     fixed = [v for v in variables if len(v.shape) < 2 or "embedding" in v.path]
     optimizer.exclude_from_weight_decay(var_list=fixed)
     return optimizer
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a run's folder, and keep other processes of this host out of it in this context."""
+    folder.mkdir(parents=True, exist_ok=True)
+    busy = TrainingError(f"Another process trains in {folder}. Choose another `folder`.")
+    with locks.held(folder / f".{this_host().named('lock')}", busy):
+        yield
 
 
 @dataclass
@@ -99,9 +108,8 @@ class Run:
                     self.save(done)
                 every = self.settings.sample_every
                 if self.sample is not None and every and done % every == 0:
-                    with self.averaged():
+                    with progress.paused(), self.averaged():
                         self.sample(done)
-                    progress.skip()
         self._exchange()
 
     def _prefetched(self, first: int, last: int) -> Iterator[Batch]:
@@ -213,9 +221,12 @@ class Progress:
     def add(self, figures: dict) -> None:
         self.seen.append(figures)
 
-    def skip(self) -> None:
-        """Leave the time since the last report out of the training speed."""
-        self.since = time.perf_counter()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of this context out of the training speed."""
+        began = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - began
 
     def tell(self, done: int) -> None:
         figures = {k: float(np.mean([f[k] for f in self.seen])) for k in self.seen[0]}

@@ -24,6 +24,7 @@ class Checkpoint:
     config: PipelineConfig
     readers: dict[str, TensorReader]  # component → its tensors
     tokenizer_readers: dict[str, Callable[[], ClipTokenizer]] = field(default_factory=dict)
+    paths: dict[str, list[Path]] | None = None  # component → its files; None: tensors name them
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
         if component not in self.readers:
@@ -35,6 +36,11 @@ class Checkpoint:
 
     def files(self, component: str) -> list[Path]:
         """List the files that hold the component's tensors; none if KerasCV downloads them."""
+        if self.paths is not None:
+            for path in self.paths[component]:
+                if not path.is_file():
+                    raise CheckpointError(f"No such file: {path}")
+            return self.paths[component]
         files = {tensor.file for tensor in self.tensors(component).values()}
         return sorted(file for file in files if file is not None)
 

@@ -64,10 +64,11 @@ def open_folder(folder: Path, variant: str | None = None, scheduler: str | None 
     index = read_index(folder)
     config = read_config(folder, index, scheduler)
     readers = {name: partial(_open_component, folder, name, variant) for name in config.components}
+    named = components_of(index)
     tokenizers = {
-        encoder: partial(ClipTokenizer.from_folder, folder / encoder.replace(*TOKENIZER_OF))
+        encoder: partial(ClipTokenizer.from_folder, folder / tokenizer)
         for encoder in config.text_encoders
-        if (folder / encoder.replace(*TOKENIZER_OF)).is_dir()
+        if (tokenizer := encoder.replace(*TOKENIZER_OF)) in named or (folder / tokenizer).is_dir()
     }
     name = folder.resolve().name
     return Checkpoint(name, str(folder), "diffusers folder", config, readers, tokenizers)

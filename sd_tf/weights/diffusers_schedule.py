@@ -159,7 +159,9 @@ def read_schedule(raw, where: str, sampler: str | None = None) -> ScheduleConfig
     betas = peers[0].betas if peers else BETAS
     schedule = _read_flow(fields) if is_flow else _read_betas(fields, betas)
     if sampler is not None:
-        return replace(schedule, sampler=sampler)
+        names = () if is_flow else ("steps_offset", "set_alpha_to_one")
+        kept = {name: fields.take(name, getattr(schedule, name)) for name in names}
+        return replace(schedule, sampler=sampler, **kept)
 
     peer = max(peers, key=lambda peer: peer.matches(raw))  # one class can stand for two methods
     for name, (default, ours) in peer.required.items():

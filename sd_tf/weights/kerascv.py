@@ -20,9 +20,9 @@ from keras_cv.src.models.stable_diffusion.text_encoder import CLIPEmbedding, CLI
 
 from sd_tf.config import FAMILIES, PipelineConfig, with_kerascv_numerics
 from sd_tf.weights.checkpoint import Checkpoint
+from sd_tf.weights.open import KERASCV
 from sd_tf.weights.tensors import CheckpointError, StoredTensor
 
-PREFIX = "kerascv:"
 kcv = keras_cv.models.stable_diffusion
 kcv_v2 = kcv_unet.DiffusionModelV2
 
@@ -71,11 +71,11 @@ Places = Iterator[tuple[str, Place]]  # by the checkpoint's names
 
 def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
     """Open `kerascv:sd1.4` or `kerascv:sd2.1`, which KerasCV downloads, or `kerascv:FOLDER`."""
-    name = source.removeprefix(PREFIX)
+    name = source.removeprefix(KERASCV)
     folder, called = None, source
     if name not in RELEASES:
         folder = Path(name)
-        name, called = _release_of(folder), PREFIX + folder.resolve().name
+        name, called = _release_of(folder), KERASCV + folder.resolve().name
     family, classes, files = RELEASES[name]
     config = with_kerascv_numerics(FAMILIES[family])
     if scheduler is not None:
@@ -96,7 +96,12 @@ def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
         return {name: place.tensor() for name, place in places}
 
     readers = {component: partial(read, component) for component in config.components}
-    return Checkpoint(called, source, f"KerasCV {name}", config, readers)
+    read_from = {**{part: [file] for part, file in files.items()}, "vae": VAE_FILES.values()}
+    paths = {
+        part: [] if folder is None else [folder / file for file in read_from[part]]
+        for part in config.components
+    }
+    return Checkpoint(called, source, f"KerasCV {name}", config, readers, paths=paths)
 
 
 def _release_of(folder: Path) -> str:
@@ -104,7 +109,7 @@ def _release_of(folder: Path) -> str:
         if (folder / files["unet"]).is_file():
             return name
     raise CheckpointError(
-        f"{PREFIX} must be followed by a release ({', '.join(RELEASES)}), or by a folder with "
+        f"{KERASCV} must be followed by a release ({', '.join(RELEASES)}), or by a folder with "
         f"KerasCV's files, which include "
         f"{' or '.join(files['unet'] for _, _, files in RELEASES.values())}. "
         f"Received: {str(folder)!r}"
@@ -119,7 +124,7 @@ def _loaded(build, file: Path | None):
         except Exception as error:  # Keras raises a bare Exception for a failed download
             raise CheckpointError(
                 f"KerasCV could not download its weights: {error}. Without a network, put its .h5 "
-                f"files into a folder and open {PREFIX}FOLDER."
+                f"files into a folder and open {KERASCV}FOLDER."
             ) from error
     if not file.is_file():
         raise CheckpointError(f"No such file: {file}")

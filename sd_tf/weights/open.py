@@ -12,6 +12,12 @@ from sd_tf.weights.tensors import CheckpointError, refuse_pickle
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # no . or .. as a part: those are paths
 KERASCV = "kerascv:"
+WHICH_TAKE = {  # parameter → the sources that it is for
+    "family": "single files",
+    "variant": "diffusers folders and the Hub",
+    "revision": "the Hub",
+    "ema": "single files",
+}
 
 
 def open_checkpoint(
@@ -37,10 +43,18 @@ def open_checkpoint(
     for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
         if value is not None and value not in known:
             raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")
+    given = {"family": family, "variant": variant, "revision": revision, "ema": ema or None}
+
+    def refuse_all_but(*taken: str) -> None:
+        for name, value in given.items():
+            if value is not None and name not in taken:
+                raise CheckpointError(f"`{name}` is for {WHICH_TAKE[name]}. Received: {source}")
+
     source = str(source)
     if source.startswith(KERASCV):
         from sd_tf.weights import kerascv  # imports TensorFlow and all of KerasCV
 
+        refuse_all_but()
         return kerascv.open_release(source, scheduler)
     path = Path(source).expanduser()
     if path.is_dir():
@@ -49,6 +63,7 @@ def open_checkpoint(
                 f"{path} is not a diffusers folder: it has no {MODEL_INDEX}. Give a single file by "
                 f"its own path, and a folder with KerasCV's files as {KERASCV}{path}."
             )
+        refuse_all_but("variant")
         return open_folder(path, variant, scheduler)
     if path.is_file():
         refuse_pickle(path)
@@ -57,11 +72,13 @@ def open_checkpoint(
                 f"{path}: a single file must be .safetensors. "
                 f"Received: {path.suffix or 'no suffix'}"
             )
+        refuse_all_but("family", "ema")
         return open_file(path, family, scheduler, ema)
     refuse_pickle(path)
     if HUB_ID.fullmatch(source):
         from sd_tf.weights import hub
 
+        refuse_all_but("variant", "revision")
         folder = hub.fetch(source, revision, variant)
         return replace(open_folder(folder, variant, scheduler), name=source, source=source)
     raise CheckpointError(f"No such file or folder: {path}")

@@ -70,6 +70,9 @@ TYPES = {
     Kind.PICTURE: str,
     Kind.MASK: str,
 }
+# What pydantic adds to the place of a problem, where a value may be of several types.
+_NAMES = {kind.__name__ if isinstance(kind, type) else str(kind) for kind in TYPES.values()}
+TYPE_NAMES = _NAMES | {f"list[{name}]" for name in _NAMES}
 
 
 def _field(known: Parameter) -> tuple[Any, Any]:
@@ -208,7 +211,9 @@ def _problems(error: ValidationError) -> str:
 
 
 def _problem(error: dict) -> str:
-    place = ".".join(str(part) for part in error["loc"] if part not in ("str", "list[str]"))
+    place = ".".join(
+        str(part) for i, part in enumerate(error["loc"]) if i == 0 or part not in TYPE_NAMES
+    )
     if error["type"] == "extra_forbidden":
         return f"{place}: there is no such parameter. There are {', '.join(body_parameters())}."
     return f"{place}: {error['msg']}" if place else error["msg"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.manifest import FILE_NAME, Manifest, file_hash
-from sd_tf.runtime.runner import CALLED
+from sd_tf.runtime.runner import CALLED, PLAIN
 from sd_tf.serving.devices import see_reserved_gpus
 
 LOOP = "diffusion_model"  # has signatures that take long to compile and that only clients call
@@ -149,7 +149,7 @@ class ModelReplica:
         known = [name for name in servable.signature_defs if servable.signature(name) is not None]
         names = warmup.wanted(sorted(known), self.jit_compile)
         if not self.warm_up_all and self.component == LOOP:
-            twins = {name.removeprefix(warmup.signatures.PLAIN): name for name in names}
+            twins = {name.removeprefix(PLAIN): name for name in names}
             names = [twins[name] for name in CALLED[LOOP] if name in twins]
         manifest = Manifest.read(self.folder)
         server = ModelServer({self.component: {1: servable}})

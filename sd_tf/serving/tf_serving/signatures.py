@@ -10,7 +10,6 @@ from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
 from sd_tf.serving.tf_serving import ServingError
 from sd_tf.serving.tf_serving.folder import SAVED_MODEL
 
-PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
 SERVE = "serve"
 INTERNAL = "__saved_model_"
 COMPILED = "_XlaMustCompile"

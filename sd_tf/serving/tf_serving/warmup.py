@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.runner import PLAIN
 from sd_tf.serving.tf_serving import ServingError, signatures
 from sd_tf.serving.tf_serving.folder import WARM_UP
 from sd_tf.tokenizer.clip import ClipTokenizer
@@ -63,8 +64,8 @@ def requests(
 def wanted(names: list[str], xla: bool) -> list[str]:
     """Select the signatures that clients call: without XLA, plain twins replace compiled ones."""
     if xla:
-        return [name for name in names if not name.startswith(signatures.PLAIN)]
-    return [name for name in names if signatures.PLAIN + name not in names]
+        return [name for name in names if not name.startswith(PLAIN)]
+    return [name for name in names if PLAIN + name not in names]
 
 
 class Values:

@@ -4,7 +4,7 @@
 a picture back by geometry, so that a model is judged by what it drew and not by another model.
 """
 
-from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
+from sd_tf.training.world.captions import Ask, AskedThing, describe, prompts
 from sd_tf.training.world.draw import draw
 from sd_tf.training.world.edits import KINDS, Edit, followed, sample_edit, untouched
 from sd_tf.training.world.oracle import Reading, judge, read
@@ -24,7 +24,6 @@ __all__ = [
     "answers",
     "describe",
     "draw",
-    "example",
     "followed",
     "judge",
     "prompts",

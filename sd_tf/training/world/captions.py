@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sd_tf.training.world.draw import draw
 from sd_tf.training.world.scene import Scene, WorldError, sample_scene
 
 # The share of captions that do not mention an attribute.
@@ -103,15 +102,6 @@ def phrase(ask: Ask, choose: Callable[[tuple[str, ...]], str]) -> str:
     return choose(BACKGROUND_PHRASES).format(
         opening=opening, subject=subject, a=_article(ask.background), background=ask.background
     )
-
-
-def example(
-    index: int, seed: int = 0, size: int = 64, split: str = "train"
-) -> tuple[np.ndarray, str]:
-    """Return one picture to train on, uint8 (size, size, 3), and its caption."""
-    scene = sample_scene(index, seed, split)
-    caption, _ = describe(scene, index, seed)
-    return draw(scene, size), caption
 
 
 def prompts(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from sd_tf.runtime.runner import PLAIN
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, warmup
 from sd_tf.serving.tf_serving.check.finding import Finding
 from sd_tf.serving.tf_serving.check.server import Server
@@ -156,7 +157,7 @@ def _compiled(version, graph, requests, damaged: bool, servers) -> Iterator[Find
     names = set(signatures.names(graph))
     for server in servers:
         if server.compiles:
-            cold = {name for name in compiled - recorded if not name.startswith(signatures.PLAIN)}
+            cold = {name for name in compiled - recorded if not name.startswith(PLAIN)}
             if cold and not damaged:
                 yield Finding(
                     f"{version.file}/{WARM_UP}",
@@ -165,7 +166,7 @@ def _compiled(version, graph, requests, damaged: bool, servers) -> Iterator[Find
                     "write the export as a new version",
                 )
             continue
-        refused = {n for n in compiled if n in recorded or signatures.PLAIN + n not in names}
+        refused = {n for n in compiled if n in recorded or PLAIN + n not in names}
         if refused:
             yield Finding(
                 server.file,
