@@ -357,6 +357,9 @@ def test_gpus_are_shared_out():
     assert (four.workers, four.gpus_per_worker) == (4, 1)
     assert work._chosen(work.Resources(gpus_per_worker=0.5), 2).workers == 4
     assert work._chosen(work.Resources(gpus_per_worker=0), 2).workers == 1
+    assert work._chosen(work.Resources(gpus_per_worker=0.2), 1).workers == 5
+    with pytest.raises(BatchError, match="1 workers with 2 GPUs each need more than the 1 "):
+        work._chosen(work.Resources(gpus_per_worker=2), 1)
     with pytest.raises(BatchError, match="2 workers with 1 GPUs each need more than the 0 that"):
         work._chosen(work.Resources(workers=2, gpus_per_worker=1), 0)
 

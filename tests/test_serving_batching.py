@@ -11,7 +11,7 @@ from sd_tf.serving.ray_app.batching import Batcher, BusyError, Events, Job, Toge
 
 def job(scheduler="a", index=0):
     call = Call("prompt", seed=0, scheduler=scheduler)
-    return Job(index, call, Together(call.alike(), 10), Events())
+    return Job(index, call, Together("digest", call.alike(), 10), Events())
 
 
 def test_a_complete_batch_does_not_wait():

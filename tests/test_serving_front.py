@@ -5,6 +5,7 @@ import base64
 import http.client
 import io
 import json
+import pickle
 import socket
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import grpc
 import pytest
 from fastapi.responses import StreamingResponse
 from PIL import Image
+from starlette.requests import ClientDisconnect
 from tensorflow_serving.apis import (
     get_model_status_pb2,
     model_service_pb2_grpc,
@@ -28,8 +30,9 @@ from sd_tf.serving.errors import RefusedError, ServingError
 from sd_tf.serving.ray_app.access import Access, read_key, read_origin
 from sd_tf.serving.ray_app.admission import Room
 from sd_tf.serving.ray_app.batching import MOST_PREVIEWS_WAITING, Events
-from sd_tf.serving.ray_app.http import make_app, unless_gone
+from sd_tf.serving.ray_app.http import make_app, read_body, unless_gone
 from sd_tf.serving.ray_app.listen import HttpServer, check_free, open_socket
+from sd_tf.serving.tf_serving.predict import ModelError
 from tests.exports import micro_export
 from tests.fronts import running_front
 
@@ -401,6 +404,73 @@ def test_a_client_that_does_not_read_is_disconnected():
         await server.stop()
 
     asyncio.run(run())
+
+
+def test_a_header_that_does_not_come():
+    async def run():
+        (port,) = free_ports(1)
+        server = HttpServer(make_app(Access("127.0.0.1")), "127.0.0.1", port, begin_within=0.2)
+        reader, writer = await connected(port)
+        silent, other = await connected(port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: loc")
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert await asyncio.wait_for(silent.read(), 20) == b""
+        writer.close()
+        other.close()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_failure_is_answered_like_any_other_error():
+    async def run():
+        app = make_app(Access("127.0.0.1"))
+        app.get("/broken")(lambda: 1 / 0)
+        (port,) = free_ports(1)
+        server = HttpServer(app, "127.0.0.1", port)
+        found = []
+        for path in (b"/broken", b"/nowhere"):
+            reader, writer = await connected(port)
+            lines = b"GET " + path + b" HTTP/1.1", b"Host: localhost", b"Connection: close", b""
+            writer.write(b"".join(line + b"\r\n" for line in lines))
+            head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+            assert b"x-content-type-options: nosniff" in head
+            found.append((int(head.split()[1]), json.loads(body)))
+            writer.close()
+        await server.stop()
+        return found
+
+    assert asyncio.run(run()) == [
+        (500, {"error": "The server failed. Its log says why."}),
+        (404, {"error": "Not Found"}),
+    ]
+
+
+def test_a_client_that_leaves_while_it_sends():
+    async def stream():
+        yield b"{"
+        raise ClientDisconnect
+
+    with pytest.raises(RefusedError, match="The client closed the connection") as refusal:
+        asyncio.run(read_body(SimpleNamespace(stream=stream), 100))
+    assert refusal.value.status == 499
+
+
+def test_a_model_s_error_travels_between_processes():
+    error = pickle.loads(pickle.dumps(ModelError(3, "no such input")))
+    assert (str(error), error.code, error.message) == ("no such input", 3, "no such input")
+
+
+def test_a_version_of_thousands_of_digits(front):
+    for path in ("/v1/models/decoder/versions/", "/v1/models/nobody/versions/"):
+        status, _, content = send(front, path + "1" * 5000)
+        assert status == 400 and content["error"].startswith("Failed to convert version: 111")
+
+
+def test_origins_are_written_as_browsers_write_them():
+    assert read_origin("https://Pictures.example:443") == "https://pictures.example"
+    assert read_origin("http://pictures.example:443/") == "http://pictures.example:443"
+    assert read_origin("http://[::1]:80") == "http://[::1]"
 
 
 async def connected(port: int):

@@ -89,7 +89,7 @@ def no_ray(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr(serve, "start", lambda **_: calls.append("start"))
-    known = SimpleNamespace(applications={"sd_tf": None})
+    known = SimpleNamespace(applications={})
     monkeypatch.setattr(serve, "status", lambda: known)
     monkeypatch.setattr(serve, "delete", lambda name: calls.append(f"delete {name}"))
     before = signal.getsignal(signal.SIGTERM)
@@ -103,6 +103,7 @@ def test_a_start_is_interrupted(no_ray, monkeypatch, capsys, number, flags):
     """Nothing stays behind: Ray's own processes end with it, on a cluster the application does."""
 
     def load(*_):
+        serve.status().applications["sd_tf"] = None
         os.kill(os.getpid(), number)
         time.sleep(60)
 
@@ -110,6 +111,23 @@ def test_a_start_is_interrupted(no_ray, monkeypatch, capsys, number, flags):
     assert main(["serve", "ray", "--export_dir", str(micro_export()), *flags]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "stopped before the application was ready"
     assert no_ray == ["init", "start", *(["delete sd_tf"] if flags else []), "shutdown"]
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, ServingError("it cannot be started")])
+@pytest.mark.parametrize("ran_before", [True, False])
+def test_an_update_that_does_not_succeed(no_ray, monkeypatch, ends, ran_before):
+    """The application that ran before stays; one that never ran is removed."""
+
+    def load(*_):
+        serve.status().applications["sd_tf"] = None
+        raise ends
+
+    if ran_before:
+        serve.status().applications["sd_tf"] = None
+    monkeypatch.setattr(start, "deploy", load)
+    flags = ["--export_dir", str(micro_export()), "--address", "auto"]
+    assert main(["serve", "ray", *flags]) == 1
+    assert no_ray == ["init", "start", *([] if ran_before else ["delete sd_tf"]), "shutdown"]
 
 
 def test_a_start_of_ray_is_interrupted(no_ray, monkeypatch, capsys):

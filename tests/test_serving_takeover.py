@@ -1,6 +1,7 @@
 """The front changes to a new export in one step, and its replicas keep the old one for a while."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import shutil
@@ -10,10 +11,14 @@ import numpy as np
 import pytest
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
-from sd_tf.runtime.manifest import FILE_NAME
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.manifest import FILE_NAME, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.serving.batch.work import Loading, Resources, Worker
+from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app import takeover
+from sd_tf.serving.ray_app.batching import Events, Job, Together
+from sd_tf.serving.ray_app.drawing import Drawing
 from sd_tf.serving.ray_app.models import ModelReplica, StaleError, export_digest, version_of
 from sd_tf.serving.ray_app.remote import RayRunner
 from sd_tf.serving.ray_app.takeover import Takeover, TakeoverError
@@ -147,6 +152,82 @@ def test_a_damaged_export_is_refused_before_any_replica_loads_it(folder):
             await taking.change()
 
     asyncio.run(run())
+
+
+def test_an_export_with_other_components(folder):
+    """They are deployments, which an application has from its start."""
+
+    async def run():
+        model = Handle(replica(folder))
+        taking = Takeover(folder, {"text_encoder": model}, lambda *_: None)
+        manifest = Manifest.read(folder)
+        fewer = {name: one for name, one in manifest.components.items() if name != "image_encoder"}
+        dataclasses.replace(manifest, components=fewer).write(folder)
+        with pytest.raises(TakeoverError, match=r"and the one before .*image_encoder\. Start the"):
+            await taking.change()
+        assert [call for call in model.calls if call[0] == "load"] == []
+
+    asyncio.run(run())
+
+
+def test_an_intact_copy_of_a_damaged_export_is_tried_at_once(folder, tmp_path):
+    async def run():
+        taking = Takeover(folder, {"text_encoder": Handle(replica(folder))}, lambda *_: None)
+        intact = shutil.copytree(folder, tmp_path / "intact")
+        new = change(intact, 1)
+        change(folder, 1)
+        (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
+        with pytest.raises(TakeoverError, match="has 0 bytes"):
+            await taking.change()
+        folder.rename(tmp_path / "damaged")
+        intact.rename(folder)
+        await taking.change()
+        assert taking.served.digest == new
+
+    asyncio.run(run())
+
+
+# A batch that finds another export
+
+
+def test_a_batch_is_divided_for_an_export_of_smaller_batches():
+    """Each part is drawn as one batch, so that a preview is of its caller's picture."""
+    old, new = (
+        SimpleNamespace(digest=name, manifest=SimpleNamespace(batch_size=size))
+        for name, size in (("old", 4), ("new", 2))
+    )
+
+    async def run():
+        drawing, drawn = object.__new__(Drawing), []
+        drawing.takeover = SimpleNamespace(served=old)
+
+        async def draw(served, jobs):
+            if served is old:
+                raise StaleError("it is gone")
+            drawn.append((served.digest, jobs))
+
+        async def take_up():
+            drawing.takeover.served = new
+
+        drawing._draw_with, drawing._take_up = draw, take_up
+        await drawing._draw(["a", "b", "c"])
+        return drawn
+
+    assert asyncio.run(run()) == [("new", ["a", "b"]), ("new", ["c"])]
+
+
+def test_a_call_that_the_new_export_cannot_draw():
+    manifest = Manifest.read(micro_export())
+    call = Call(["a fox"], num_steps=manifest.max_steps, seed=[1]).completed(manifest)
+    (call,) = call.divided()
+    job = Job(0, call, Together("old", call.alike(), 1), Events())
+    smaller = dataclasses.replace(manifest, max_steps=1)
+    served = SimpleNamespace(digest="new", manifest=smaller)
+    with pytest.raises(RefusedError) as refusal:
+        asyncio.run(Drawing._draw_with(None, served, [job]))
+    assert refusal.value.status == 503
+    assert "does not fit it: num_steps is" in refusal.value.message
+    assert refusal.value.message.endswith("Send it again.")
 
 
 # A replica's exports

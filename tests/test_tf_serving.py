@@ -663,6 +663,11 @@ PER_MODEL = "--enable_per_model_batching_parameters=true"
         ),
         (replacing("compose.yaml", "services:", "services"), "compose.yaml", r"YAML of its kind"),
         (
+            lambda folder: (folder / "compose.yaml").write_text(""),
+            "compose.yaml",
+            r"YAML of its kind",
+        ),
+        (
             replacing("compose.yaml", "- --allow_version_labels_for_unavailable_models=true", ""),
             "compose.yaml",
             r"labels in the first models.config need",

@@ -11,7 +11,7 @@ from sd_tf.cli.progress import Progress
 from sd_tf.runtime.call import needed_pictures
 from sd_tf.runtime.chain import open_export
 from sd_tf.runtime.compile_cache import for_workers
-from sd_tf.runtime.manifest import FILE_NAME
+from sd_tf.runtime.manifest import FILE_NAME, file_hash
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
 from sd_tf.serving.batch.rows import (
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     job = {
         "version": JOB_VERSION,
         "prompts": {"suffix": prompts.suffix, "sha256": hashlib.sha256(content).hexdigest()},
-        "export": hashlib.sha256((export_dir / FILE_NAME).read_bytes()).hexdigest(),
+        "export": file_hash(export_dir / FILE_NAME),
         "format": options.format,
         "jit_compile": options.jit_compile,
         **settings,

@@ -1,6 +1,7 @@
 """`sd-tf serve ray --export_dir …`: run the Ray Serve application."""
 
 import argparse
+import math
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from sd_tf.serving.ray_app.access import read_key, read_origin
 from sd_tf.serving.ray_app.settings import Scale, Settings
 
 DEFAULTS = Settings(export_dir="")
+MOST_BODY = 2047  # MiB: a message of gRPC is smaller than 2 GiB
 EPILOG = """\
 --replicas diffusion_model=1-4 scales between 1 and 4 with the load, decoder=2 keeps two; the
 deployments are front, text_encoder, diffusion_model, decoder and image_encoder. On a cluster the
@@ -58,16 +60,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also compile what only TensorFlow Serving's clients call (seeded, from_noise, …)",
     )
-    parser.add_argument("--num_steps", type=int, default=DEFAULTS.num_steps, help="when not asked")
+    parser.add_argument(
+        "--num_steps", type=int, default=DEFAULTS.num_steps, help="of a call that gives none"
+    )
     parser.add_argument("--guidance_scale", type=float, default=DEFAULTS.guidance_scale)
     parser.add_argument(
-        "--max_queue", type=int, default=DEFAULTS.max_queue, help="waiting pictures"
+        "--max_queue", type=int, default=DEFAULTS.max_queue, help="the most pictures that wait"
     )
-    parser.add_argument("--max_count", type=int, default=DEFAULTS.max_count, help="of one call")
+    parser.add_argument(
+        "--max_count", type=int, default=DEFAULTS.max_count, help="the most pictures of a call"
+    )
     parser.add_argument(
         "--max_body", type=int, default=DEFAULTS.max_body, help="MiB of a TensorFlow Serving call"
     )
-    parser.add_argument("--batch_wait", type=float, default=DEFAULTS.batch_wait, help="seconds")
+    parser.add_argument(
+        "--batch_wait", type=float, default=DEFAULTS.batch_wait, help="seconds for a batch to fill"
+    )
     parser.add_argument("--timeout", type=float, default=DEFAULTS.timeout, help="seconds of a call")
     parser.add_argument("--examples", help="text file: prompts that the page offers")
     parser.add_argument(
@@ -104,12 +112,20 @@ def run(options: argparse.Namespace) -> int:
         }
     else:
         where = {"address": options.address}
-    is_ready = False
+    is_ready = is_begun = was_there = False
+
+    def leave_nothing() -> None:
+        """Delete what was begun; an application that ran before stays."""
+        ours = is_ready or (is_begun and not was_there and options.address is not None)
+        if ours and NAME in serve.status().applications:
+            serve.delete(NAME)
+
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
         ray.init(**where, log_to_driver=False)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set its own
-        if options.address is not None and NAME not in serve.status().applications:
+        was_there = options.address is not None and NAME in serve.status().applications
+        if options.address is not None and not was_there:
             # Its fronts would share the ports with new ones.
             check_free(settings.host, settings.http_port, settings.grpc_port)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -125,6 +141,7 @@ def run(options: argparse.Namespace) -> int:
             )
         serve.start(proxy_location="Disabled")  # the fronts listen themselves
         _say("loading and compiling …")
+        is_begun = True
         fronts = nodes_of(deploy(application, NAME, _say))
         is_ready = True
         _say(
@@ -135,13 +152,13 @@ def run(options: argparse.Namespace) -> int:
         if not options.detach:
             threading.Event().wait()
     except (KeyboardInterrupt, SystemExit):  # the second is Ray's, while it starts
-        # A Ray of its own ends with what has started; on a cluster it would stay.
-        is_theirs = options.address is not None and ray.is_initialized()
-        if (is_ready or is_theirs) and NAME in serve.status().applications:
-            serve.delete(NAME)
+        leave_nothing()  # a Ray of its own ends with what has started; a cluster goes on
         if not is_ready:
             _say("stopped before the application was ready")
             return 1
+    except ServingError:
+        leave_nothing()
+        raise
     finally:
         ray.shutdown()
     return 0
@@ -165,6 +182,17 @@ def read_settings(options: argparse.Namespace) -> Settings:
     for name in ("batch_wait", "timeout", "keep_old"):
         if not getattr(options, name) >= 0:
             raise ValueError(f"--{name} is at least 0. Received: {getattr(options, name)}")
+    if options.timeout == 0:
+        raise ValueError("--timeout is above 0. Received: 0")
+    if options.max_body > MOST_BODY:
+        raise ValueError(f"--max_body is at most {MOST_BODY}. Received: {options.max_body}")
+    if not math.isfinite(options.guidance_scale):
+        raise ValueError(f"--guidance_scale is a number. Received: {options.guidance_scale}")
+    if options.max_count > options.max_queue:
+        raise ValueError(
+            f"--max_count is at most --max_queue, {options.max_queue}: larger calls would always "
+            f"be refused. Received: {options.max_count}"
+        )
     Manifest.read(options.export_dir)
     examples = ()
     if options.examples is not None:
@@ -203,7 +231,7 @@ def read_scales(options: argparse.Namespace) -> dict[str, Scale]:
         try:
             least, most = int(least), int(most or least)
             reserved = {
-                "cpus": float(cpus.get(name, _cpus(name))),
+                "cpus": float(cpus.get(name, Scale.of(name).cpus)),
                 "gpus": float(gpus.get(name, 0)),
             }
         except ValueError as error:
@@ -215,10 +243,6 @@ def read_scales(options: argparse.Namespace) -> dict[str, Scale]:
             )
         scales[name] = Scale(least, most, **reserved)
     return scales
-
-
-def _cpus(name: str) -> float:
-    return 1.0 if name == "diffusion_model" else Scale.cpus
 
 
 def _pair(text: str) -> tuple[str, str]:

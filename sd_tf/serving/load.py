@@ -62,11 +62,15 @@ def measure_load(options: LoadOptions, report: Callable[[str], None]) -> list[di
         records.append(record)
         report(
             f"{clients:3d} clients: {record['pictures_per_second']:6.2f} pictures/s, "
-            f"p50 {record['p50']:.2f} s, p95 {record['p95']:.2f} s, "
-            f"{record['pictures']} pictures, {record['busy']} told to come back, "
+            f"p50 {_seconds(record['p50'])}, p95 {_seconds(record['p95'])}, "
+            f"{record['pictures']} pictures, {record['busy']} refused as busy, "
             f"{record['wrong']} wrong, {record['failed']} failed"
         )
     return records
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
 
 
 @dataclass
@@ -91,14 +95,14 @@ def measure(url, options: LoadOptions, clients: int, first: dict[int, np.ndarray
     for thread in threads:
         thread.join()
     elapsed = time.perf_counter() - start
-    times = sorted(seen.seconds) or [float("nan")]
+    times = sorted(seen.seconds)
     return {
         "clients": clients,
         "seconds": elapsed,
         "pictures": len(seen.seconds),
         "pictures_per_second": len(seen.seconds) / elapsed,
-        "p50": statistics.median(times),
-        "p95": times[min(len(times) - 1, round(0.95 * len(times)))],
+        "p50": statistics.median(times) if times else None,
+        "p95": times[min(len(times) - 1, round(0.95 * len(times)))] if times else None,
         **{name: seen.counts[name] for name in ("busy", "wrong", "failed")},
     }
 
@@ -119,18 +123,30 @@ def _ask(url, options: LoadOptions, number: int, start: float, seen: Seen) -> No
         path = f"{url.path.rstrip('/')}/generate"
         status, content = post(connection, path, json.dumps(body).encode(), options.token)
         taken = time.perf_counter() - begun
-        if status == 200:
+        picture = _picture_in(content) if status == 200 else None
+        if picture is not None:
             asked += 1
-            picture = pixels(json.loads(content)["images"][0]["png"])
             with seen.lock:
                 expected = seen.first.setdefault(seed, picture)
                 seen.seconds.append(taken)
-                seen.counts["wrong"] += int(np.abs(picture - expected).max() > ROUNDING)
+                seen.counts["wrong"] += not _is_same(picture, expected)
         else:
             with seen.lock:
                 seen.counts["busy" if status == 429 else "failed"] += 1
             time.sleep(BUSY_PAUSE)
     connection.close()
+
+
+def _picture_in(content: bytes) -> np.ndarray | None:
+    """Return the picture in an answer; None where it has none, as another server's."""
+    try:
+        return pixels(json.loads(content)["images"][0]["png"])
+    except (ValueError, LookupError, TypeError, OSError):
+        return None
+
+
+def _is_same(picture: np.ndarray, expected: np.ndarray) -> bool:
+    return picture.shape == expected.shape and np.abs(picture - expected).max() <= ROUNDING
 
 
 def pixels(png: str) -> np.ndarray:

@@ -105,10 +105,16 @@ class Client:
         """Send what is no request, or promise more than comes and leave."""
         if self.source.random() < 0.2:
             place = self.target.url.hostname, self.target.url.port
-            head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode()
+            lines = (
+                f"POST {GENERATE} HTTP/1.1",
+                "Host: localhost",
+                "Content-Type: application/json",
+                "Content-Length: 1000",
+            )
+            head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
             with socket.create_connection(place, PATIENCE) as one:
                 half = self.source.random() < 0.5
-                one.sendall(head + VALID if half else self.source.randbytes(100))
+                one.sendall(head + (VALID if half else self.source.randbytes(100)))
             self.tally.add(self.kind, "left")
             return False
         body = self.source.randbytes(self.source.randint(0, 300))

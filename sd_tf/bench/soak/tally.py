@@ -77,7 +77,9 @@ class Tally:
             self.add(kind, "unclean", example)
 
     def total(self, *outcomes: str) -> int:
-        return sum(count for (_, outcome), count in self.counts.items() if outcome in outcomes)
+        with self.lock:
+            counts = dict(self.counts)
+        return sum(count for (_, outcome), count in counts.items() if outcome in outcomes)
 
 
 def _says_why(content: bytes) -> bool:

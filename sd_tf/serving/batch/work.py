@@ -73,7 +73,8 @@ def _chosen(wanted: Resources, gpus: float) -> Resources:
         per_worker = min(1, gpus)
     workers = wanted.workers
     if workers is None:
-        workers = int(gpus // per_worker) if per_worker and gpus else 1
+        fit = int(gpus / per_worker + 1e-6) if per_worker else 1  # 1 GPU has room for 5 × 0.2
+        workers = max(1, fit)
     if wanted.address is None and workers * per_worker > gpus:
         raise BatchError(
             f"{workers} workers with {per_worker:g} GPUs each need more than the {gpus:g} that "

@@ -167,7 +167,7 @@ class ServerRunner(Runner):
         return self._attempts(components[0], choose)
 
     def _attempts(self, component: str, attempt: Callable[[float], Any]):
-        """Return what `attempt(seconds left)` returns; repeat it while the server is not there."""
+        """Return what `attempt(seconds left)` returns; repeat it if the server is busy or away."""
         deadline = time.monotonic() + self.timeout
         pauses, attempts = retry.pauses(self.retries), 0
         while True:

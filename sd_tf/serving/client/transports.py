@@ -151,9 +151,9 @@ class Rest:
         signatures = self._signatures[model, version]
         values = {name: array.tolist() for name, array in inputs.items()}
         body = {"signature_name": signature, "inputs": values}
-        answer = self._send("POST", f"{place}:predict", body, deadline)
         if signature not in signatures:
             raise AttemptError("FAILED_PRECONDITION", f"it has no signature {signature!r}")
+        answer = self._send("POST", f"{place}:predict", body, deadline)
         with _understood():
             outputs, known = answer["outputs"], signatures[signature]["outputs"]
             if len(known) == 1:  # a single one comes without its name

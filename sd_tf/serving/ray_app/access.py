@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from sd_tf.serving.errors import RefusedError, ServingError
 
 SHORTEST_KEY = 16  # characters
-SCHEME = "Bearer "
+SCHEME = "bearer"
 JSON = "application/json"
+PORTS = {"http": 80, "https": 443}  # that browsers leave out of an origin
 # Paths without secrets, which answer without the key: the page itself, and whether the server runs.
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready")
 OPEN_FOLDER = "/static/"
@@ -44,9 +45,10 @@ class Access:
         """Compare the key of an `Authorization` header, in a time that tells nothing about it."""
         if self.key_hash is None:
             return
-        given = (authorization or "").removeprefix(SCHEME)
+        scheme, _, key = (authorization or "").partition(" ")
+        given = key if scheme.lower() == SCHEME else ""
         if not hmac.compare_digest(hash_of(given), self.key_hash):
-            raise RefusedError(401, f"Send the server's key as `Authorization: {SCHEME}KEY`.")
+            raise RefusedError(401, "Send the server's key as `Authorization: Bearer KEY`.")
 
     def _check_host(self, host: str) -> None:
         """Refuse foreign names: a site can give its own name this server's address (rebinding)."""
@@ -93,14 +95,15 @@ def read_origin(text: str) -> str:
     """Check an origin; return it as browsers write it."""
     try:
         parts = urlsplit(text)
-        is_one = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_one = parts.scheme in PORTS and parts.hostname and parts.port != 0
     except ValueError:
         is_one = False
     if not is_one or "@" in parts.netloc or (parts.path + parts.query + parts.fragment).strip("/"):
         raise ServingError(
             f"`allow_origin` is http://HOST or https://HOST, perhaps with :PORT. Received: {text!r}"
         )
-    return f"{parts.scheme}://{parts.netloc.lower()}"
+    port = "" if parts.port in (None, PORTS[parts.scheme]) else f":{parts.port}"
+    return f"{parts.scheme}://{parts.netloc.lower().removesuffix(f':{parts.port}')}{port}"
 
 
 def hash_of(key: str) -> bytes:

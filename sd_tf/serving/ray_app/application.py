@@ -41,7 +41,7 @@ def build(settings: Settings):
 
 
 def with_scales(settings: Settings, components: list[str]) -> Settings:
-    """Complete the scales; the diffusion model, which does most of the work, reserves a core."""
+    """Complete the scales by every deployment's default."""
     known = [FRONT, *components]
     if unknown := sorted(settings.scales.keys() - set(known)):
         raise ValueError(
@@ -53,8 +53,7 @@ def with_scales(settings: Settings, components: list[str]) -> Settings:
             f"{FRONT} has a fixed number of replicas: Ray does not see what its callers send. "
             f"Received: {front.least}-{front.most}"
         )
-    scales = {name: Scale() for name in known}
-    scales["diffusion_model"] = Scale(cpus=1.0)
+    scales = {name: Scale.of(name) for name in known}
     return dataclasses.replace(settings, scales={**scales, **settings.scales})
 
 

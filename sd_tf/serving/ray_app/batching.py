@@ -19,6 +19,7 @@ class BusyError(Exception):
 class Together:
     """The values that all pictures of a batch must share."""
 
+    export: str  # digest of the export that the call was checked against
     alike: tuple  # see `Call.alike`
     model_calls: int
 

@@ -130,8 +130,11 @@ class GenerateRequest:
             raise RefusedError(422, str(error)) from error
         return cls(values, Delivery(**checked))
 
-    def jobs(self, manifest: Manifest, most: int, streams: bool) -> list[Job]:
-        """Return a job for each picture, all with one queue of events, or refuse the call."""
+    def jobs(self, manifest: Manifest, export: str, most: int, streams: bool) -> list[Job]:
+        """Return a job for each picture, all with one queue of events, or refuse the call.
+
+        `export` is the digest of the export with this manifest.
+        """
         given = self.call["prompt"]
         given = [given] if isinstance(given, str) else given
         count = len(given) * self.delivery.count
@@ -147,7 +150,8 @@ class GenerateRequest:
             request = read_request(manifest, Call(**{**values, "prompt": prompts}))
         except (ExportError, ValueError) as error:
             raise RefusedError(422, str(error)) from error
-        together = Together(request.shared.alike(), request.model_calls - request.start)
+        calls = request.model_calls - request.start
+        together = Together(export, request.shared.alike(), calls)
         events = Events()
         return [
             Job(

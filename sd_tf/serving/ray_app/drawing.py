@@ -15,7 +15,9 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.parameter import CallError
 from sd_tf.runtime.png import metadata, png_bytes
+from sd_tf.runtime.request import read_request
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Batcher, BusyError, Job
 from sd_tf.serving.ray_app.models import StaleError
@@ -102,6 +104,7 @@ class Drawing:
             yield "done", {"seconds": round(time.monotonic() - start, 3)}
         finally:
             self.batcher.drop(jobs)
+            self.waiting.set(len(self.batcher))
             self.pictures.inc(len(jobs), {"outcome": outcome})
 
     # Batches
@@ -122,14 +125,32 @@ class Drawing:
                     job.events.put("error", {"status": status, "error": message})
 
     async def _draw(self, jobs: list[Job]) -> None:
-        try:
-            await self._draw_with(self.served, jobs)
-        except StaleError:  # a new export is in place: draw with it from the start
-            await self._take_up()
-            await self._draw_with(self.served, jobs)
+        """Draw jobs that fit together, in batches of the export that is served by then."""
+        is_again = False
+        while jobs:
+            served = self.served
+            size = served.manifest.batch_size
+            try:
+                await self._draw_with(served, jobs[:size])
+            except StaleError:  # a new export is in place: draw with it from the start
+                if is_again:
+                    raise
+                await self._take_up()
+                is_again = True
+            else:
+                jobs, is_again = jobs[size:], False
 
     async def _draw_with(self, served: Served, jobs: list[Job]) -> None:
         call = Call.joined([job.call for job in jobs])
+        if jobs[0].together.export != served.digest:
+            try:
+                read_request(served.manifest, call)
+            except (ExportError, ValueError) as error:
+                raise RefusedError(
+                    503,
+                    f"Another export is served since the call came, which does not fit it: {error} "
+                    f"Send it again.",
+                ) from error
 
         def send(job: Job, name: str, **content) -> None:
             content = {"index": job.index, **content}
@@ -192,9 +213,11 @@ def _explained(error: Exception) -> tuple[int, str]:
     """Return the HTTP status and the message for a client."""
     if isinstance(error, LOST):
         return 503, "The models cannot be reached at the moment. Try again later."
+    if isinstance(error, RefusedError):
+        return error.status, error.message
     if isinstance(error, StaleError | TakeoverError | ExportError):
         return 503, said(error)
-    return (400 if isinstance(error, ValueError) else 500), str(error)
+    return (422 if isinstance(error, CallError) else 500), said(error)
 
 
 def _encoded(png: bytes) -> str:

@@ -159,11 +159,11 @@ class Front:
 
     async def _read(self, request: Request, streams: bool) -> tuple[list[Job], float]:
         """Read a body and queue its jobs; also return the seconds that they may take."""
-        manifest, settings = self.drawing.served.manifest, self.settings
+        served, settings = self.drawing.served, self.settings
 
         def read(body: bytes) -> tuple[list[Job], float | None]:
-            wanted = GenerateRequest.read(body, self._defaults(manifest))
-            jobs = wanted.jobs(manifest, settings.max_count, streams)
+            wanted = GenerateRequest.read(body, self._defaults(served.manifest))
+            jobs = wanted.jobs(served.manifest, served.digest, settings.max_count, streams)
             return jobs, wanted.delivery.timeout
 
         with self.arriving.taken(others=len(self.drawing.batcher)):

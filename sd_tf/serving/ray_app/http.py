@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import sd_tf
 from sd_tf.serving.errors import RefusedError
@@ -22,6 +24,7 @@ from sd_tf.serving.ray_app.access import Access
 WEB = Path(__file__).parent.parent / "web"
 RETRY_AFTER = 2  # seconds, sent to clients that are refused
 DISCARD_WITHIN = 10.0  # seconds that the rest of a refused body may take
+GONE = 499  # the status in the log for a client that did not wait
 BODY_WITHIN = 60.0  # seconds that a client may take to send a body
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -54,6 +57,7 @@ def make_app(access: Access) -> FastAPI:
     )
     app.add_middleware(Answers)
     app.add_exception_handler(RefusedError, refused)
+    app.add_exception_handler(HTTPException, unknown)
     return app
 
 
@@ -82,7 +86,7 @@ class Answers:
         self.app = app
 
     async def __call__(self, scope, receive, send):
-        start, is_read = time.monotonic(), False
+        start, is_read, has_begun = time.monotonic(), False, False
 
         async def receive_on():
             nonlocal is_read
@@ -95,7 +99,9 @@ class Answers:
                 await receive_on()
 
         async def send_on(message):
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 added = [(name.lower().encode(), text.encode()) for name, text in HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *added]}
                 seconds = time.monotonic() - start
@@ -112,7 +118,22 @@ class Answers:
                 await asyncio.wait_for(discard(), DISCARD_WITHIN)
             await send({"type": "http.response.body"})
 
-        await self.app(scope, receive_on, send_on)
+        try:
+            await self.app(scope, receive_on, send_on)
+        except Exception:  # answered like any other error; the log has what went wrong
+            if has_begun:
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            await _error("The server failed. Its log says why.", 500)(scope, receive_on, send_on)
+
+
+def _error(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": message}, status, headers)
+
+
+async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+    """Answer for a path or a method that there is not."""
+    return _error(error.detail, error.status_code, error.headers)
 
 
 async def refused(request: Request, error: RefusedError) -> JSONResponse:
@@ -121,7 +142,7 @@ async def refused(request: Request, error: RefusedError) -> JSONResponse:
         headers["Retry-After"] = str(RETRY_AFTER)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse({"error": error.message}, error.status, headers)
+    return _error(error.message, error.status, headers)
 
 
 def body_size(request: Request, most: int) -> int:
@@ -145,6 +166,8 @@ async def read_body(request: Request, most: int, within: float = BODY_WITHIN) ->
                 parts.append(part)
     except TimeoutError as error:
         raise RefusedError(408, f"The body was not received in {within:g} seconds.") from error
+    except ClientDisconnect as error:
+        raise RefusedError(GONE, "The client closed the connection.") from error
     return b"".join(parts)
 
 
@@ -154,7 +177,7 @@ async def unless_gone(request: Request, work: Coroutine) -> Any:
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise RefusedError(499, "The client closed the connection.")
+            raise RefusedError(GONE, "The client closed the connection.")
         return work.result()
     finally:
         work.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 
 import uvicorn
 from fastapi import FastAPI
@@ -10,6 +11,7 @@ from sd_tf.serving.errors import ServingError
 
 MOST_CONNECTIONS = 1000  # of a front; a further one gets status 503
 READ_WITHIN = 60.0  # seconds that a client may leave an answer unread
+BEGIN_WITHIN = 20.0  # seconds that a client may take to send a request's header
 KEEP_ALIVE = 90  # seconds that a connection stays open between two requests
 STOP_WITHIN = 10  # seconds that calls in progress have at the end
 
@@ -17,7 +19,14 @@ STOP_WITHIN = 10  # seconds that calls in progress have at the end
 class HttpServer:
     """Serves an app from a task of the running event loop."""
 
-    def __init__(self, app: FastAPI, host: str, port: int, read_within: float = READ_WITHIN):
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str,
+        port: int,
+        read_within: float = READ_WITHIN,
+        begin_within: float = BEGIN_WITHIN,
+    ):
         self._socket = open_socket(host, port)
         # Connections inherit it: the system closes those whose client takes nothing for so long.
         timeout = round(1000 * read_within)
@@ -36,14 +45,37 @@ class HttpServer:
         )
         self._server = uvicorn.Server(config)
         self.task = asyncio.create_task(self._server.serve([self._socket]))
+        self._closing = asyncio.create_task(self._close_unused(begin_within))
 
     async def stop(self) -> None:
+        self._closing.cancel()
         self._server.should_exit = True
         await self.task
 
+    async def _close_unused(self, within: float) -> None:
+        """Close connections whose client does not finish a request's header, again and again.
+
+        uvicorn's own limit counts between two requests alone.
+        """
+        since: dict = {}  # connection → when it was first seen to wait for a header
+        while True:
+            await asyncio.sleep(within / 4)
+            now = time.monotonic()
+            waiting = filter(_waits_for_header, self._server.server_state.connections)
+            since = {connection: since.get(connection, now) for connection in waiting}
+            for connection, first in since.items():
+                if now - first > within:
+                    connection.transport.close()
+
+
+def _waits_for_header(connection) -> bool:
+    cycle = connection.cycle  # of the last request whose header was read
+    is_between = connection.timeout_keep_alive_task is not None
+    return not is_between and (cycle is None or cycle.response_complete)
+
 
 def open_socket(host: str, port: int, shared: bool = True) -> socket.socket:
-    """Bind to host and port; `shared`: also if other fronts listen there."""
+    """Bind to host and port. With `shared`, other fronts may listen on the same port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

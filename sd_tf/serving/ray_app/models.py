@@ -64,13 +64,13 @@ class ModelReplica:
         if digest not in self._loaded:
             return
         self._stay(digest)
-        loop = asyncio.get_running_loop()
         for old in self._loaded.keys() - {digest} - self._releases.keys():
-            self._releases[old] = loop.call_later(self.keep_old, self._release, old)
+            self._release_later(old)
 
     async def run(self, digest: str, signature: str, inputs: dict[str, np.ndarray]):
         """Run one signature of the export with this digest on arrays; return arrays."""
         await self._need(digest)
+        self._prolong(digest)
         return await self._run(self._loaded[digest].run, signature, inputs)
 
     async def answer(self, digest: str, method: str, request: bytes) -> tuple[int, bytes | str]:
@@ -132,14 +132,13 @@ class ModelReplica:
         return servable
 
     def _state(self, digest: str) -> tuple[int, ...]:
-        """Return what tells this folder from each that takes its place, even with this export.
+        """Return what another export changes that comes and goes while files are read.
 
-        Another export can come and go while files are read, and leave its weights.
+        It could leave its weights.
         """
         if not (self.folder / FILE_NAME).is_file() or export_digest(self.folder) != digest:
             raise StaleError(f"{self.folder} no longer holds the export that was asked for.")
-        found = self.folder.stat()
-        return found.st_dev, found.st_ino, found.st_mtime_ns
+        return place_of(self.folder)
 
     def _warm_up(self, servable) -> None:
         """Run the signatures once, so that no caller waits for compilation."""
@@ -158,6 +157,16 @@ class ModelReplica:
         ):
             server.predict(request)
 
+    def _prolong(self, digest: str) -> None:
+        """Release an export that is still called `keep_old` seconds after this call."""
+        if digest in self._releases:
+            self._stay(digest)
+            self._release_later(digest)
+
+    def _release_later(self, digest: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._releases[digest] = loop.call_later(self.keep_old, self._release, digest)
+
     def _stay(self, digest: str) -> None:
         """Do not release the export after all."""
         if (release := self._releases.pop(digest, None)) is not None:
@@ -170,6 +179,12 @@ class ModelReplica:
 def export_digest(folder: Path) -> str:
     """Return a digest that differs between exports in the same folder."""
     return file_hash(folder / FILE_NAME)
+
+
+def place_of(folder: Path) -> tuple[int, ...]:
+    """Return what tells a folder from each that takes its place, even with the same export."""
+    found = folder.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def version_of(digest: str) -> int:

@@ -14,6 +14,11 @@ class Scale:
     cpus: float = 0.1
     gpus: float = 0.0
 
+    @classmethod
+    def of(cls, name: str) -> "Scale":
+        """Return a deployment's default; the diffusion model does most of the work."""
+        return cls(cpus=1.0) if name == "diffusion_model" else cls()
+
 
 @dataclass(frozen=True)
 class Settings:

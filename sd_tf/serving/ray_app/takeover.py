@@ -12,7 +12,7 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import Runner
-from sd_tf.serving.ray_app.models import export_digest, version_of
+from sd_tf.serving.ray_app.models import export_digest, place_of, version_of
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0  # seconds before an export that failed is tried again
 
@@ -38,9 +38,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Failure:
-    """An export that could not be taken up, and when it is tried again."""
+    """A folder whose export could not be taken up, and when it is tried again."""
 
     digest: str
+    place: tuple[int, ...]  # see `place_of`
     message: str
     pause: float
     again: float  # of `time.monotonic`
@@ -73,15 +74,18 @@ class Takeover:
         again after a pause, which doubles each time; until then this raises at once.
         """
         async with self._changing:
-            digest = await asyncio.to_thread(self._digest)
+            digest, place = await asyncio.to_thread(self._seen)
             if digest == self.served.digest:
                 self._failed = None
                 return
-            before = self._failed if self._failed and self._failed.digest == digest else None
+            before = self._failed
+            if before is not None and (before.digest, before.place) != (digest, place):
+                before = None
             if before is not None and time.monotonic() < before.again:
                 raise TakeoverError(before.message)
             try:
                 served = await asyncio.to_thread(self._open, digest)
+                self._check_components(served.manifest)
                 for handle in self.models.values():
                     await handle.broadcast("load", digest).results_async()
             except Exception as error:  # of any kind: the replicas' own, or Ray's if one died
@@ -90,16 +94,27 @@ class Takeover:
                     f"The export in {self.folder} cannot be served, so the one before it is: "
                     f"{said(error)}"
                 )
-                self._failed = Failure(digest, message, pause, time.monotonic() + pause)
+                again = time.monotonic() + pause
+                self._failed = Failure(digest, place, message, pause, again)
                 await self._keep(self.served.digest)
                 raise TakeoverError(message) from error
             self.served, self._failed = served, None
             await self._keep(digest)
             log.info("serving the export %s as version %d", digest, served.version)
 
-    def _digest(self) -> str:
+    def _check_components(self, manifest: Manifest) -> None:
+        """Refuse an export with other components: each is a deployment of its own."""
+        has, had = (list(known.components) for known in (manifest, self.served.manifest))
+        if has != had:
+            raise TakeoverError(
+                f"It has the components {', '.join(has)}, and the one before {', '.join(had)}. "
+                f"Start the application again."
+            )
+
+    def _seen(self) -> tuple[str, tuple[int, ...]]:
+        """Return what tells the export in the folder, and its folder, from others."""
         try:
-            return export_digest(self.folder)
+            return export_digest(self.folder), place_of(self.folder)
         except OSError as error:
             raise TakeoverError(f"{self.folder} holds no export: {error}") from error
 
@@ -107,7 +122,7 @@ class Takeover:
         manifest, tokenizers = open_export(self.folder)
         manifest.check_files(self.folder)
         chain = Chain(manifest, [self.runner(manifest, digest)], tokenizers, 0.0)
-        if self._digest() != digest:
+        if self._seen()[0] != digest:
             raise TakeoverError(f"{self.folder} changed while it was read.")
         return Served(digest, manifest, chain)
 

@@ -34,8 +34,11 @@ class ModelError(Exception):
     """Raised for a request that cannot be answered, with gRPC's code (as in `tf.errors`)."""
 
     def __init__(self, code: int, message: str):
-        super().__init__(message)
+        super().__init__(code, message)  # both, so that it travels between processes
         self.code, self.message = code, message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def invalid(message: str) -> ModelError:

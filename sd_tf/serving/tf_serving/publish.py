@@ -69,7 +69,7 @@ def publish(
     settings.check()
     for name, number in (("version", version), ("canary_version", canary)):
         if number is not None and number < 1:
-            raise ServingError(f"--{name} is a number from 1. Received: {number}")
+            raise ServingError(f"`{name}` is a number from 1. Received: {number}")
     _check_target(out, settings, new=export is not None)
     manifest = None
     if export is not None:

@@ -30,6 +30,7 @@ from sd_tf.serving.tf_serving.predict import (
 )
 
 _MODEL = r"/v1/models/([^/:]+)(?:/versions/(\d+)|/labels/([^/:]+))?"
+LONGEST_VERSION = 19  # digits of the largest one, 2⁶³ − 1
 _POST = re.compile(_MODEL + ":(classify|regress|predict)", re.IGNORECASE | re.ASCII)
 _GET = re.compile(_MODEL + "(?:/(metadata))?", re.IGNORECASE | re.ASCII)
 
@@ -68,7 +69,7 @@ def _answer(server: ModelServer, method: str, path: str, body: bytes) -> dict[st
     name, version, label, verb = match.groups()
     spec = model_pb2.ModelSpec(name=unquote(name))
     if version is not None:
-        if int(version) >= 2**63:
+        if len(version) > LONGEST_VERSION or int(version) >= 2**63:
             raise invalid(f"Failed to convert version: {version} to numeric.")
         spec.version.value = int(version)
     elif label is not None:

@@ -34,6 +34,18 @@ def names(graph: meta_graph_pb2.MetaGraphDef) -> list[str]:
     return sorted(name for name in graph.signature_def if not name.startswith(INTERNAL))
 
 
+def tensors(graph: meta_graph_pb2.MetaGraphDef, name: str):
+    """Return the inputs and outputs of a signature, as (key, TensorInfo)."""
+    signature = graph.signature_def[name]
+    return [*signature.inputs.items(), *signature.outputs.items()]
+
+
+def is_in(graph: meta_graph_pb2.MetaGraphDef, tensor: meta_graph_pb2.TensorInfo) -> bool:
+    """Tell whether a signature's tensor is made by a node of the graph."""
+    source = tensor.name.partition(":")[0]
+    return any(node.name == source for node in graph.graph_def.node)
+
+
 def shape(tensor: meta_graph_pb2.TensorInfo) -> tuple[int, ...] | None:
     """Return a tensor's shape, -1 for any size; None if the rank is unknown."""
     if tensor.tensor_shape.unknown_rank:

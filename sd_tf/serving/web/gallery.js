@@ -26,6 +26,7 @@ export async function setUp(onUseAgain) {
 // line. Returns a button for the stage, which enlarges the picture.
 export function add(picture) {
   const made = entry(picture, null);
+  cleared.forEach(({ url }) => URL.revokeObjectURL(url));
   cleared = [];
   put(made);
   made.stored = store.add(made).then((id) => (made.id = id));
@@ -138,6 +139,7 @@ function copiedBySelection(text) {
 // Clearing
 
 async function clear() {
+  cleared.forEach(({ url }) => URL.revokeObjectURL(url));
   cleared = entries;
   entries = [];
   byId("cards").replaceChildren();

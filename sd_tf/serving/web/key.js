@@ -26,7 +26,12 @@ export function ask(again) {
   byId("key").focus();
   byId("key-form").onsubmit = (event) => {
     event.preventDefault();
-    remember(byId("key").value.trim());
+    const entered = byId("key").value.trim();
+    if (!/^[\x21-\x7e]+$/.test(entered)) { // the browser could not send it
+      byId("key-error").textContent = "A key has letters, digits and signs of ASCII.";
+      return;
+    }
+    remember(entered);
     byId("key").value = "";
     byId("key-form").hidden = true;
     again();

@@ -41,7 +41,7 @@ def read_servers(folder: Path, findings: list[Finding]) -> Iterator[Server]:
                 for image, flags in readers[name](documents)
                 if IMAGE in str(image)
             ]
-        except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        except (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError) as error:
             findings.append(Finding(name, "it is YAML of its kind", repr(error), WRITE_AGAIN))
             continue
         if not containers:

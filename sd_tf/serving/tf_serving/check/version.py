@@ -47,13 +47,17 @@ def check_version(version: Version, servers: list[Server], replay: bool) -> Iter
     if not names:
         yield Finding(f"{file}/{SAVED_MODEL}", "a model has signatures", "none", again)
         return
-    for name in names:
-        signature = graph.signature_def[name]
-        for key, tensor in [*signature.inputs.items(), *signature.outputs.items()]:
-            if not tensor.dtype or not tensor.name:
-                found = f"{key} of {name} has no dtype, or names no tensor"
-                rule = "a signature's tensors are declared"
-                yield Finding(f"{file}/{SAVED_MODEL}", rule, found, again)
+    undeclared = [
+        f"{key} of {name} has no dtype, or names no tensor"
+        for name in names
+        for key, tensor in signatures.tensors(graph, name)
+        if not tensor.dtype or not signatures.is_in(graph, tensor)
+    ]
+    if undeclared:
+        rule = "a signature's tensors are declared"
+        for found in undeclared:
+            yield Finding(f"{file}/{SAVED_MODEL}", rule, found, again)
+        return
     yield from _operations(version, graph, again)
     yield from _batching(version, graph, servers)
     requests, problems = _requests(version, graph)
