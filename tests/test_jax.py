@@ -322,6 +322,9 @@ def test_compile_and_generate(tmp_path, capfd):
     assert (pictures / "5.png").is_file()
 
 
+SLICE = ["--sweep", "--topology", "v5e:2x2"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -336,8 +339,8 @@ def test_compile_and_generate(tmp_path, capfd):
         (["--out", "x", "--topology", "v1:2x2"], "one of v5e, v5p, v6e, and a shape"),
         (["--sweep", "--model_axis", "3"], "divides the number of devices"),
         (["--sweep", "--height", "60"], "The height is a positive multiple of 8"),
-        (["--sweep", "--num_steps", "101"], "--num_steps is 1…100. Received: 101"),
-        (["--sweep", "--num_steps", "0"], "--num_steps is 1…100. Received: 0"),
+        ([*SLICE, "--num_steps", "101"], "--num_steps is 1…100. Received: 101"),
+        ([*SLICE, "--num_steps", "0"], "--num_steps is 1…100. Received: 0"),
         (["--sweep", "--ema"], "--ema is for a checkpoint: give --checkpoint."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -10,7 +10,7 @@ from sd_tf.cli.arguments import add_json, write_json
 from sd_tf.cli.options import OPENING, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
-from sd_tf.config import FAMILIES, family_of
+from sd_tf.config import FAMILIES, ScheduleConfig, family_of
 from sd_tf.jax import chips
 from sd_tf.jax import compile as ahead
 from sd_tf.jax.sharding import check_mesh, make_mesh
@@ -64,11 +64,9 @@ def run(options: argparse.Namespace) -> int:
         raise ExportError("Several topologies or batch sizes are for --sweep.")
     if bool(options.topology) != (options.platform == "tpu") and options.platform is not None:
         raise ExportError("--platform=tpu takes a --topology, like v5e:2x2; the others take none.")
-    if not 1 <= options.num_steps <= options.max_steps:
-        raise ExportError(f"`num_steps` is 1…{options.max_steps}. Received: {options.num_steps}")
     checkpoint = _checkpoint(options)
-    schedule = checkpoint.config.schedule
-    steps(schedule, schedule.sampler, options.num_steps)  # refuses a number that cannot be walked
+    if options.topology:
+        _check_estimate(options, checkpoint.config.schedule)
     results = [
         _one(options, checkpoint, topology, batch)
         for topology, batch in itertools.product(
@@ -83,6 +81,13 @@ def run(options: argparse.Namespace) -> int:
         print()
         print(chips.table("slice, batch", "weights", "image", "a call", rows))
     return 0
+
+
+def _check_estimate(options, schedule: ScheduleConfig) -> None:
+    """Refuse a number of steps that no call can take, before anything is compiled for it."""
+    if not 1 <= options.num_steps <= options.max_steps:
+        raise ExportError(f"`num_steps` is 1…{options.max_steps}. Received: {options.num_steps}")
+    steps(schedule, schedule.sampler, options.num_steps)
 
 
 def _checkpoint(options) -> Checkpoint:
