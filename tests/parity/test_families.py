@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from sd_tf.components.build import component
+from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.models import TextEncoder
 from sd_tf.weights import layout, open_checkpoint
 from tests import peers
@@ -194,6 +196,56 @@ def test_distilled_unets(tmp_path, changes):
     model = layout.load(config, _open_component(tmp_path, "unet", None), "float32", "test")
     inputs = unet_inputs(config, 16, 8)
     close(model(**inputs), run_peer_unet(module, inputs))
+
+
+def test_a_step_that_is_told_the_guidance_scale(small_pipelines, tmp_path):
+    """LCM's denoiser in our loop; of one step, as each further one adds noise."""
+    import diffusers
+
+    sd1, _ = small_pipelines("sd1")
+    told = {**peers.SD1_UNET, "time_cond_proj_dim": 32}
+    theirs = diffusers.LatentConsistencyModelPipeline(
+        vae=sd1.vae,
+        text_encoder=sd1.text_encoder,
+        tokenizer=sd1.tokenizer,
+        unet=peers.randomized(diffusers.UNet2DConditionModel(**told), 7),
+        scheduler=diffusers.LCMScheduler(**peers.SCHEDULE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    theirs.set_progress_bar_config(disable=True)
+    theirs.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    config, model = checkpoint.config, checkpoint.build("unet")
+    assert (config.denoiser.guidance_embed_dim, config.schedule.sampler) == (32, "lcm")
+    geometry = geometry_of(config, Fixed(batch_size=2, guidance="none", max_steps=4))
+    part = component(
+        "diffusion_model", config, geometry, "float32", np.zeros((1, 77), "int32"), lambda *_: model
+    )
+    rng = np.random.default_rng(8)
+    noise = rng.standard_normal((2, *geometry.latent_shape)).astype("float32")
+    context = rng.standard_normal((2, 77, config.denoiser.context_dim)).astype("float32")
+    found = []
+    for scale in (1.0, 8.5):
+        ours = part.endpoints()["from_noise"].function(
+            noise=noise,
+            context=context,
+            unconditional_context=context,
+            num_steps=np.int32(1),
+            scheduler=np.int32(part.default_scheduler),
+            unconditional_guidance_scale=np.float32(scale),
+        )["latent"]
+        expected = theirs(
+            prompt_embeds=to_torch(context),
+            latents=channels_first(noise),
+            num_inference_steps=1,
+            guidance_scale=scale,
+            output_type="latent",
+        ).images
+        close(keras.ops.convert_to_numpy(ours), channels_last(expected))
+        found.append(expected)
+    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
