@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,6 +262,21 @@ def tokens(client):
     return client._replicas[0].call(
         "text_encoder", "serving_default", tokens=np.zeros((1, 77), "int32")
     )["context"]
+
+
+def test_closing_closes_the_connections_of_all_threads(light):
+    server, _ = failing("http", 0)
+    with server as address:
+        client = Client(f"http://{address}", light)
+        with ThreadPoolExecutor(2) as pool:
+            both = threading.Barrier(2)
+            list(pool.map(lambda _: (both.wait(), tokens(client)), range(2)))
+        opened = [connection.sock for connection in client._remote.transport._open]
+        assert len(opened) == 2 and None not in opened
+        client.close()
+        assert [one.fileno() for one in opened] == [-1, -1]
+        assert tokens(client).shape == (2, 77, 64)  # it connects again
+        client.close()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -124,7 +124,9 @@ class Rest:
         if url.scheme == "https":
             self._tls = ssl.create_default_context(cafile=ca_file and str(ca_file))
         self._signatures = {}  # (model, version) → signatures: a response names no types
-        self._local = threading.local()
+        self._local = threading.local()  # `connection`: of the thread
+        self._open: set[http.client.HTTPConnection] = set()  # of all threads
+        self._lock = threading.Lock()
 
     def versions(self, model: str, timeout: float) -> list[int]:
         """Return the versions of a model that can be called, the latest first."""
@@ -198,6 +200,7 @@ class Rest:
         """
         connection = getattr(self._local, "connection", None)
         if connection is None or connection.sock is None:
+            self._drop()
             connection = self._local.connection = self._connect(_left(deadline))
         connection.sock.settimeout(_left(deadline))
         place = f"{self._url.path.rstrip('/')}/v1/models/{path}"
@@ -223,15 +226,24 @@ class Rest:
         else:
             connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
         connection.connect()
+        with self._lock:
+            self._open.add(connection)
         return connection
 
     def _drop(self) -> None:
+        """Close the thread's connection."""
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
             self._local.connection = None
+            with self._lock:
+                self._open.discard(connection)
 
-    close = _drop
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._open:
+                connection.close()
+            self._open.clear()
 
 
 TRANSPORTS: dict[str, Callable] = {"grpc": Grpc, "grpcs": Grpc, "http": Rest, "https": Rest}
