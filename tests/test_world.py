@@ -13,7 +13,7 @@ from scipy import ndimage
 from sd_tf.config import END_TOKEN
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training.world import captions, oracle, scene
-from sd_tf.training.world.captions import Ask, AskedThing, describe, example, prompts
+from sd_tf.training.world.captions import Ask, AskedThing, describe, prompts
 from sd_tf.training.world.draw import INSIDE, background, draw
 from sd_tf.training.world.oracle import UNKNOWN, judge, read
 from sd_tf.training.world.places import QUESTIONS, answers
@@ -21,6 +21,12 @@ from sd_tf.training.world.scene import Scene, Thing, WorldError, sample_scene
 
 SEED = 11
 BOTH = scene.SPLITS
+
+
+def example(index, seed=0):
+    """A picture to train on, and its caption."""
+    scene = sample_scene(index, seed)
+    return draw(scene, 64), describe(scene, index, seed)[0]
 
 
 def scenes(count, split="train", things=None, seed=SEED):
