@@ -250,7 +250,8 @@ found["schema"] = [schema["description"], schema["minimum"], schema["maximum"]]
 body = json.dumps({"prompt": "a", "num_steps": 2, "shine": 1.5}).encode()
 found["http"] = GenerateRequest.read(body, {}).jobs(by, "digest", 4, False)[0].call.shine
 wrong = json.dumps({"prompt": "a", "num_steps": 2, "shine": 3}).encode()
-found["http refusal"] = refusal(lambda: GenerateRequest.read(wrong, {}).jobs(by, "digest", 4, False))
+asked = GenerateRequest.read(wrong, {})
+found["http refusal"] = refusal(lambda: asked.jobs(by, "digest", 4, False))
 strings = json.dumps({"prompt": "a", "shine": "much"}).encode()
 found["http type"] = refusal(lambda: GenerateRequest.read(strings, {}))
 (found["form"],) = [one for one in form_fields(by, {}, 4) if one["name"] == "shine"]
