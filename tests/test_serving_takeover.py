@@ -12,7 +12,7 @@ import pytest
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.manifest import FILE_NAME, Manifest
+from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.serving.batch.work import Loading, Resources, Worker
 from sd_tf.serving.errors import RefusedError
@@ -22,6 +22,7 @@ from sd_tf.serving.ray_app.drawing import Drawing
 from sd_tf.serving.ray_app.models import ModelReplica, StaleError, export_digest, version_of
 from sd_tf.serving.ray_app.remote import RayRunner
 from sd_tf.serving.ray_app.takeover import Takeover, TakeoverError
+from sd_tf.tokenizer.clip import ClipTokenizer
 from tests.exports import micro_export
 
 UNAVAILABLE = 14  # gRPC's code
@@ -57,7 +58,7 @@ class Handle:
 
     def __getattr__(self, method):
         async def call(*arguments):
-            self.calls.append((method, arguments[0]))
+            self.calls.append((method, *arguments[:1]))
             return await getattr(self.replica, method)(*arguments)
 
         return SimpleNamespace(remote=call)
@@ -89,6 +90,7 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
             handles,
             lambda manifest, digest: RayRunner(manifest, False, handles, digest, loop),
         )
+        await taking.begin()
         decoder = handles["decoder"].replica
         shape = (2, *taking.served.manifest.latent_shape)
 
@@ -139,6 +141,7 @@ def test_a_damaged_export_is_refused_before_any_replica_loads_it(folder):
     async def run():
         model = Handle(replica(folder))
         taking = Takeover(folder, {"text_encoder": model}, lambda *_: None)
+        await taking.begin()
         old = taking.served.digest
         change(folder, 1)
         (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
@@ -154,12 +157,44 @@ def test_a_damaged_export_is_refused_before_any_replica_loads_it(folder):
     asyncio.run(run())
 
 
+def test_a_front_that_starts_on_a_damaged_export(folder):
+    """It serves what the replicas have loaded; where they have nothing, it says what is wrong."""
+
+    def describe(manifest, digest):
+        return digest
+
+    async def run():
+        model, other = (Handle(replica(folder)) for _ in range(2))
+        old = export_digest(folder)
+        prompts = ["a large red star", "a small green ring"]
+        change(folder, 1)
+        await other.replica.load(export_digest(folder))  # and the old one, which all have
+        (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
+        taking = Takeover(folder, {"text_encoder": model, "decoder": other}, describe)
+        await taking.begin()
+        assert taking.served.digest == old
+        assert taking.served.chain._replicas == [old]
+        tokens = taking.served.chain._tokenizers["text_encoder"](prompts)
+        expected = ClipTokenizer.from_folder(folder / "tokenizer")(prompts)
+        np.testing.assert_array_equal(tokens, expected)
+        with pytest.raises(TakeoverError, match=r"saved_model.pb of decoder has 0 bytes"):
+            await taking.change()
+        assert taking.served.digest == old
+
+        model.replica._loaded.clear()
+        with pytest.raises(ExportError, match=r"saved_model.pb of decoder has 0 bytes"):
+            await Takeover(folder, {"text_encoder": model}, describe).begin()
+
+    asyncio.run(run())
+
+
 def test_an_export_with_other_components(folder):
     """They are deployments, which an application has from its start."""
 
     async def run():
         model = Handle(replica(folder))
         taking = Takeover(folder, {"text_encoder": model}, lambda *_: None)
+        await taking.begin()
         manifest = Manifest.read(folder)
         fewer = {name: one for name, one in manifest.components.items() if name != "image_encoder"}
         dataclasses.replace(manifest, components=fewer).write(folder)
@@ -173,6 +208,7 @@ def test_an_export_with_other_components(folder):
 def test_an_intact_copy_of_a_damaged_export_is_tried_at_once(folder, tmp_path):
     async def run():
         taking = Takeover(folder, {"text_encoder": Handle(replica(folder))}, lambda *_: None)
+        await taking.begin()
         intact = shutil.copytree(folder, tmp_path / "intact")
         new = change(intact, 1)
         change(folder, 1)

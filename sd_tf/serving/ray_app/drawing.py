@@ -34,24 +34,32 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Drawing:
-    """Draws queued pictures; make it inside the event loop of the deployments' handles."""
+    """Draws queued pictures, from `begin` on.
+
+    Make it inside the event loop of the deployments' handles.
+    """
 
     def __init__(self, settings: Settings, models: dict[str, Any]):
         self.settings, self.models = settings, models
         self.loop = asyncio.get_running_loop()
         self.takeover = Takeover(Path(settings.export_dir), models, self._runner)
         # One more than the diffusion models, so that a batch is decoded while the next is drawn.
-        lanes = settings.scales["diffusion_model"].most + 1
-        size = self.served.manifest.batch_size
-        self.batcher = Batcher(size, settings.batch_wait, settings.max_queue)
-        self.pool = ThreadPoolExecutor(lanes)
+        self.lanes = settings.scales["diffusion_model"].most + 1
+        self.batcher = Batcher(1, settings.batch_wait, settings.max_queue)
+        self.pool = ThreadPoolExecutor(self.lanes)
         self.pictures = Counter("sd_tf_pictures", "by what became of them", ("outcome",))
         self.waiting = Gauge("sd_tf_waiting", "pictures that wait for their batch")
         self.filled = Histogram("sd_tf_batch_fill", "wanted share of a batch", [0.25, 0.5, 0.75, 1])
         bounds = [0.01 * 2**i for i in range(16)]
         self.seconds = Histogram("sd_tf_stage_seconds", "of a batch", bounds, ("stage",))
-        self.tasks = [asyncio.create_task(self._lane()) for _ in range(lanes)]
-        if settings.watch:
+        self.tasks: list[asyncio.Task] = []
+
+    async def begin(self) -> None:
+        """Take up the export, and draw what is put into the queue."""
+        await self.takeover.begin()
+        self.batcher.size = self.served.manifest.batch_size
+        self.tasks += [asyncio.create_task(self._lane()) for _ in range(self.lanes)]
+        if self.settings.watch:
             self.tasks.append(asyncio.create_task(self._watch()))
 
     @property

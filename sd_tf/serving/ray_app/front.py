@@ -62,6 +62,7 @@ class Front:
 
         self.settings, self.models = settings, models
         self.drawing = Drawing(settings, models)
+        await self.drawing.begin()
         self.readers = ThreadPoolExecutor(READERS)
         self.arriving = Slots(settings.max_queue)
         most = settings.max_body << 20

@@ -46,6 +46,7 @@ class ModelReplica:
         self.folder, self.component = Path(export_dir), component
         self.jit_compile, self.warm_up_all, self.keep_old = jit_compile, warm_up_all, keep_old
         self._loaded: dict[str, Any] = {}  # digest of an export → its Servable
+        self._descriptions: dict[str, dict[str, bytes]] = {}  # the same → see `description_of`
         self._releases: dict[str, asyncio.TimerHandle] = {}  # of exports that are served no more
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1)  # a device does one thing at a time
@@ -103,6 +104,14 @@ class ModelReplica:
     async def ready(self) -> str:
         return self.component
 
+    async def served(self) -> list[str]:
+        """Return the digests of the exports that are loaded to stay."""
+        return [digest for digest in self._loaded if digest not in self._releases]
+
+    async def description(self, digest: str) -> dict[str, bytes]:
+        """Return what a front needs of a loaded export, which the folder may hold no more."""
+        return self._descriptions[digest]
+
     async def _need(self, digest: str) -> None:
         """Load an export that is served, if this replica was not there when the others did."""
         if digest not in self._loaded:
@@ -124,11 +133,13 @@ class ModelReplica:
         from sd_tf.serving.tf_serving import predict
 
         before = self._state(digest)
+        description = description_of(self.folder)
         servable = predict.load(self.folder, [self.component])[self.component]
         self._warm_up(servable)
         publish()
         if self._state(digest) != before:
             raise StaleError(f"{self.folder} was replaced while it was read.")
+        self._descriptions[digest] = description
         return servable
 
     def _state(self, digest: str) -> tuple[int, ...]:
@@ -173,12 +184,22 @@ class ModelReplica:
             release.cancel()
 
     def _release(self, digest: str) -> None:
-        del self._releases[digest], self._loaded[digest]
+        del self._releases[digest], self._loaded[digest], self._descriptions[digest]
 
 
 def export_digest(folder: Path) -> str:
     """Return a digest that differs between exports in the same folder."""
     return file_hash(folder / FILE_NAME)
+
+
+def description_of(folder: Path) -> dict[str, bytes]:
+    """Return the files of an export that are no models: its manifest and its tokenizers."""
+    manifest = Manifest.read(folder)
+    places = [folder / place for place in manifest.tokenizers.values()]
+    files = [path for place in places for path in sorted(place.rglob("*")) if path.is_file()]
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in (folder / FILE_NAME, *files)
+    }
 
 
 def place_of(folder: Path) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import Runner
 from sd_tf.serving.ray_app.models import export_digest, place_of, version_of
+from sd_tf.serving.ray_app.remote import LOST, ask
 
+ASK_WITHIN = 10.0  # seconds that the replicas have to tell what they serve
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0  # seconds before an export that failed is tried again
 
 log = logging.getLogger("ray.serve")
@@ -56,16 +59,28 @@ class Takeover:
         models: Mapping[str, Any],
         runner: Callable[[Manifest, str], Runner],
     ):
-        """Serve the export in the folder.
+        """Prepare to serve the exports in a folder; `begin` takes up the first one.
 
         Args:
             models: the deployments' handles, by component.
             runner: makes the runner of an export from its manifest and its digest.
         """
         self.folder, self.models, self.runner = folder, models, runner
-        self.served = self._open(export_digest(folder))
+        self.served: Served
         self._changing = asyncio.Lock()
         self._failed: Failure | None = None
+
+    async def begin(self) -> None:
+        """Serve the export in the folder; if it cannot be read, the one that the replicas serve.
+
+        The second is for a front that takes the place of another, which died.
+        """
+        try:
+            digest, _ = await asyncio.to_thread(self._seen)
+            self.served = await asyncio.to_thread(self._open, digest)
+        except (SdTfError, OSError) as error:
+            self.served = await self._as_replicas(error)
+            log.warning("serving what the replicas have loaded: %s", said(error))
 
     async def change(self) -> None:
         """Serve the export that is in the folder now, once every replica has it ready.
@@ -102,6 +117,32 @@ class Takeover:
             await self._keep(digest)
             log.info("serving the export %s as version %d", digest, served.version)
 
+    async def _as_replicas(self, problem: Exception) -> Served:
+        """Return the export that all replicas serve, or raise the problem if there is none."""
+        try:
+            async with asyncio.timeout(ASK_WITHIN):
+                known = [
+                    digests
+                    for handle in self.models.values()
+                    for digests in await handle.broadcast("served").results_async()
+                ]
+                shared = set(known[0]).intersection(*known) if known else set()
+                if not shared:
+                    raise problem
+                digest = min(shared, key=known[0].index)
+                files = await ask(next(iter(self.models.values())), "description", digest)
+        except (TimeoutError, *LOST):
+            raise problem from None
+        return await asyncio.to_thread(self._described, digest, files)
+
+    def _described(self, digest: str, files: Mapping[str, bytes]) -> Served:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in files.items():
+                path = Path(folder) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            return self._served(digest, *open_export(Path(folder)))
+
     def _check_components(self, manifest: Manifest) -> None:
         """Refuse an export with other components: each is a deployment of its own."""
         has, had = (list(known.components) for known in (manifest, self.served.manifest))
@@ -121,9 +162,12 @@ class Takeover:
     def _open(self, digest: str) -> Served:
         manifest, tokenizers = open_export(self.folder)
         manifest.check_files(self.folder)
-        chain = Chain(manifest, [self.runner(manifest, digest)], tokenizers, 0.0)
         if self._seen()[0] != digest:
             raise TakeoverError(f"{self.folder} changed while it was read.")
+        return self._served(digest, manifest, tokenizers)
+
+    def _served(self, digest: str, manifest: Manifest, tokenizers) -> Served:
+        chain = Chain(manifest, [self.runner(manifest, digest)], tokenizers, 0.0)
         return Served(digest, manifest, chain)
 
     async def _keep(self, digest: str) -> None:
