@@ -64,7 +64,7 @@ class Handle:
         return SimpleNamespace(remote=call)
 
     def broadcast(self, method, *arguments):
-        async def results():
+        async def results(return_exceptions=False):
             return [await getattr(self, method).remote(*arguments)]
 
         return SimpleNamespace(results_async=results)

@@ -119,20 +119,14 @@ class Takeover:
 
     async def _as_replicas(self, problem: Exception) -> Served:
         """Return the export that all replicas serve, or raise the problem if there is none."""
-        try:
-            async with asyncio.timeout(ASK_WITHIN):
-                known = [
-                    digests
-                    for handle in self.models.values()
-                    for digests in await handle.broadcast("served").results_async()
-                ]
-                shared = set(known[0]).intersection(*known) if known else set()
-                if not shared:
-                    raise problem
-                digest = min(shared, key=known[0].index)
-                files = await ask(next(iter(self.models.values())), "description", digest)
-        except (TimeoutError, *LOST):
-            raise problem from None
+        answers = await asyncio.gather(*map(_served_by, self.models.values()))
+        known = [digests for answer in answers for digests in answer]
+        shared = set(known[0]).intersection(*known) if known else set()
+        if not shared:
+            raise problem
+        digest = min(shared, key=known[0].index)
+        handle = next(h for h, answer in zip(self.models.values(), answers, strict=True) if answer)
+        files = await ask(handle, "description", digest)
         return await asyncio.to_thread(self._described, digest, files)
 
     def _described(self, digest: str, files: Mapping[str, bytes]) -> Served:
@@ -177,6 +171,17 @@ class Takeover:
                 await handle.broadcast("keep", digest).results_async()
             except Exception as error:  # a replica that died has nothing to release
                 log.warning("%s could not be told what to keep: %s", component, said(error))
+
+
+async def _served_by(handle) -> list[list[str]]:
+    """Return the digests that each replica of a deployment serves; none if no replica answers."""
+    try:
+        async with asyncio.timeout(ASK_WITHIN):
+            await ask(handle, "ready")  # until the handle knows its replicas
+            answers = await handle.broadcast("served").results_async(return_exceptions=True)
+    except (TimeoutError, *LOST):
+        return []
+    return [answer for answer in answers if isinstance(answer, list)]
 
 
 def said(error: Exception) -> str:
