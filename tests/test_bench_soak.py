@@ -170,7 +170,7 @@ def figures_with(changes):
         "recovery_seconds": 3.0,
         "by_export": {"first": 1, "second": 1},
         "events": [{"at": 1.0, "event": "replace by second"}],
-        "memory": {"front": {"second_third": 800, "last_third": 830, "growth": 0.0375}},
+        "memory": {"front": {"before": 800, "last_third": 830, "growth": 0.0375}},
     }
     return {**kept, **changes}
 
@@ -183,10 +183,10 @@ def figures_with(changes):
         ({"recovery_seconds": None}, "the export that is in the folder at the end does not draw"),
         ({"by_export": {"first": 9, "second": 0}}, "the second export drew no picture"),
         (
-            {"memory": {"front": {"second_third": 800, "last_third": 850, "growth": 0.0625}}},
+            {"memory": {"front": {"before": 800, "last_third": 850, "growth": 0.0625}}},
             "front grew by 6.2%, from 800 to 850 MB",
         ),
-        ({"memory": {"raylet": {"second_third": 60, "last_third": 70, "growth": 0.1667}}}, None),
+        ({"memory": {"raylet": {"before": 60, "last_third": 70, "growth": 0.1667}}}, None),
     ],
 )
 def test_rules(changes, rule):
@@ -198,7 +198,7 @@ def test_growth_is_that_of_the_peaks():
     for second in range(90):
         samples.taken += [(second, "front", 100 + second), (second, "front", 50.0)]
     assert growth(samples, 90) == {
-        "front": {"second_third": 159, "last_third": 189, "growth": 189 / 159 - 1}
+        "front": {"before": 159, "last_third": 189, "growth": 189 / 159 - 1}
     }
 
 
