@@ -104,3 +104,12 @@ def micro_export(folder):
     """Batch 2, 16 px, up to 2 steps, not verified."""
     options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="off")
     export(open_checkpoint(micro_folder()), folder, options)
+
+
+@once
+def shaped_export(folder):
+    """16x16 and 16x24 px in batches of 2 and 1, up to 2 steps; the plain twins are verified."""
+    options = ExportOptions(
+        sizes=((16, 16), (16, 24)), batch_sizes=(2, 1), max_steps=2, verify="full"
+    )
+    export(open_checkpoint(micro_folder()), folder, options)

@@ -31,7 +31,7 @@ class Handle:
 def handles() -> dict[str, Handle]:
     """Of the micro export's models, without XLA; once for the process."""
     return {
-        name: Handle(ModelReplica(str(micro_export()), name, False, None, False, 60.0))
+        name: Handle(ModelReplica(str(micro_export()), name, False, None, None, False, 60.0))
         for name in COMPONENTS
     }
 

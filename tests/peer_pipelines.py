@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from sd_tf.runtime.chain import Chain
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.psnr import psnr as psnr_of
 from tests import peers
 
@@ -47,6 +48,11 @@ def channels_first(x):
     return torch.from_numpy(np.moveaxis(x, -1, 1).copy())
 
 
+def first_latent(manifest: Manifest) -> tuple[int, int, int]:
+    """The shape of a latent in the export's first size."""
+    return manifest.shapes.latent(manifest.shapes.first.size)
+
+
 @dataclass
 class Pair:
     theirs: diffusers.DiffusionPipeline
@@ -54,11 +60,12 @@ class Pair:
 
     @property
     def size(self):
-        return {"height": self.ours.manifest.height, "width": self.ours.manifest.width}
+        shape = self.ours.manifest.shapes.first
+        return {"height": shape.height, "width": shape.width}
 
     def noise(self, count):
         """The same for every picture: what differs is what the prompts make of it."""
-        noise = np.random.default_rng(0).standard_normal(self.ours.manifest.latent_shape)
+        noise = np.random.default_rng(0).standard_normal(first_latent(self.ours.manifest))
         return np.stack([noise.astype("float32")] * count)
 
     def peer(self, sampler, pipeline=None, **arguments):

@@ -16,6 +16,7 @@ from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, SchedulerRecord
 from sd_tf.runtime.parameter import CallError, Kind, Parameter
 from sd_tf.runtime.request import read_request
+from sd_tf.runtime.shapes import Shapes
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,10 +27,7 @@ def manifest(**changes) -> Manifest:
     names = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
     known = {
         "family": "sd1",
-        "batch_size": 2,
-        "height": 64,
-        "width": 64,
-        "latent_shape": (8, 8, 4),
+        "shapes": Shapes(((64, 64), (64, 96)), (2,), 8, 4),
         "max_steps": 8,
         "schedulers": {
             "ddim": SchedulerRecord(0, list(range(1, 9))),
@@ -109,10 +107,10 @@ def test_blank_pictures_are_what_a_call_needs():
         "edit",
         "paint",
     ]
-    assert blank_pictures(manifest()) == {}
+    assert blank_pictures(manifest(), (64, 64)) == {}
     for by, names in ((EDITOR, ["image"]), (PAINTER, ["image", "mask"])):
-        assert list(blank_pictures(by)) == names
-        read("a", by=by, **blank_pictures(by))
+        assert list(blank_pictures(by, (64, 64))) == names
+        read("a", by=by, **blank_pictures(by, (64, 64)))
 
 
 def test_calls_that_are_alike_are_joined_and_divided():

@@ -259,9 +259,8 @@ def failing(scheme, failures, code="UNAVAILABLE", status=503, **headers):
 
 def tokens(client):
     """The cheapest call that there is."""
-    return client._replicas[0].call(
-        "text_encoder", "serving_default", tokens=np.zeros((1, 77), "int32")
-    )["context"]
+    shape, ids = client.manifest.shapes.first, np.zeros((1, 77), "int32")
+    return client._replicas[0].call("text_encoder", "serving_default", shape, tokens=ids)["context"]
 
 
 def test_closing_closes_the_connections_of_all_threads(light):

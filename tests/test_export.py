@@ -23,6 +23,7 @@ from sd_tf.export import ExportOptions, embedded, export, verify
 from sd_tf.files.publish import staging
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.shapes import Shapes
 from sd_tf.sampling.packed import pack
 from sd_tf.sampling.tables import steps
 from sd_tf.tokenizer.clip import ClipTokenizer
@@ -52,7 +53,7 @@ def load(folder, component):
 
 def test_manifest(exported):
     manifest = Manifest.read(exported)
-    assert manifest.family == "sd1" and manifest.latent_shape == (8, 8, 4)
+    assert manifest.family == "sd1" and manifest.shapes == Shapes(((64, 64),), (2,), 8, 4)
     assert tuple(manifest.components) == COMPONENTS
     assert manifest.schedulers["pndm"].calls == [
         1,
@@ -373,11 +374,12 @@ def test_a_wrong_model_is_noticed(exported):
     inputs = {"latent": np.random.default_rng(0).standard_normal((2, 8, 8, 4)).astype("float32")}
     signature = load(exported, "decoder").signatures["plain_serving_default"]
     reference = {"generated_images": signature(latent=tf.constant(inputs["latent"])).popitem()[1]}
-    figures = verify.compare("decoder", exported, reference, inputs, "full", "float32")
+    sample = verify.Sample("serving_default", inputs, reference)
+    figures = verify.compare("decoder", exported, [sample], "full", "float32")
     assert figures["saved_model"]["psnr_db"] > 60
     inputs["latent"] *= 1.01
     with pytest.raises(ExportError, match=r"decoder does not compute what the model computes"):
-        verify.compare("decoder", exported, reference, inputs, "full", "float32")
+        verify.compare("decoder", exported, [sample], "full", "float32")
 
 
 def test_nan_in_one_output_is_noticed(exported):
@@ -387,8 +389,9 @@ def test_nan_in_one_output_is_noticed(exported):
     reference = {name: value.numpy() for name, value in signature(**inputs).items()}
     assert len(reference) > 1
     reference[sorted(reference)[-1]][0, 0] = np.nan
+    sample = verify.Sample("encode", inputs, reference)
     with pytest.raises(ExportError, match=r"text_encoder does not compute .* agrees to nan dB"):
-        verify.compare("text_encoder", exported, reference, inputs, "full", "float32")
+        verify.compare("text_encoder", exported, [sample], "full", "float32")
 
 
 def test_verified_run():
@@ -445,7 +448,7 @@ def test_damaged_exports(copy):
             Pipeline.load(copy)
 
     for changes, message in (
-        ({"format_version": 1}, r"format version 1, this sd_tf reads 4: use the sd_tf"),
+        ({"format_version": 1}, r"format version 1, this sd_tf reads 5: use the sd_tf"),
         ({"extra": 1}, r"missing nothing, unknown \['extra'\]"),
     ):
         path.write_text(json.dumps({**manifest, **changes}))
@@ -483,8 +486,9 @@ def test_format_2_loads_and_draws(exported, copy):
     schedulers = manifest.pop("schedulers")
     older = {"format_version": 2, "calls": {k: v["calls"] for k, v in schedulers.items()}}
     manifest = {**manifest, **older}
-    for name in ("history", "shift_factor"):
+    for name in ("history", "shift_factor", "shapes"):
         del manifest[name]
+    manifest |= {"batch_size": 2, "height": 64, "width": 64, "latent_shape": [8, 8, 4]}
     origins = [part.pop("checkpoint") for part in manifest["components"].values()]
     manifest["checkpoint"] = {
         "source": f"/home/me/{origins[0]['name']}",
@@ -647,9 +651,9 @@ def test_command(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "decoder: done in" in result.stdout and "agrees: saved_model" in result.stdout
-    assert "1 × 16×24 px, float32, up to 3 steps" in result.stdout
+    assert "16x24 px in batches of 1, float32, up to 3 steps" in result.stdout
     manifest = Manifest.read(target)
-    assert manifest.latent_shape == (8, 12, 4)
+    assert manifest.shapes.latent((16, 24)) == (8, 12, 4)
     for name, figures in manifest.verification.items():
         assert figures["level"] == "full"
         assert figures["saved_model"]["psnr_db"] >= 60

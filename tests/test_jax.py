@@ -332,7 +332,7 @@ SLICE = ["--sweep", "--topology", "v5e:2x2"]
         ([], "Give --out for a compiled pipeline, or --sweep"),
         (
             ["--out", "x", "--batch_size", "1,2"],
-            "Several topologies or batch sizes are for --sweep",
+            "are for --sweep; one pipeline",
         ),
         (["--out", "x", "--platform", "tpu"], "--platform=tpu takes a --topology"),
         (["--out", "x", "--platform", "cpu", "--topology", "v5e:2x2"], "the others take none"),
@@ -394,10 +394,10 @@ def test_a_batch_that_does_not_fit(tmp_path, capfd, monkeypatch):
     """Its row says so, and the others have theirs."""
     compile_endpoint = compiling.compile_endpoint
 
-    def up_to_four(component, endpoint, mesh, batch_size):
-        if batch_size > 4 and endpoint == "segment":
+    def up_to_four(component, endpoint, mesh, shape):
+        if shape.batch_size > 4 and endpoint == "segment":
             raise chips.DoesNotFitError("Ran out of memory.")
-        return compile_endpoint(component, endpoint, mesh, batch_size)
+        return compile_endpoint(component, endpoint, mesh, shape)
 
     monkeypatch.setattr(compiling, "compile_endpoint", up_to_four)
     make_random(micro.CONFIG, tmp_path / "checkpoint")

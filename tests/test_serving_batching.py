@@ -52,6 +52,30 @@ def test_the_oldest_comes_first_and_settings_stay_apart():
     assert batches == [[jobs[0], jobs[3]], [jobs[1], jobs[2]], [jobs[4]]]
 
 
+def test_complete_batches_go_ahead_of_one_that_waits():
+    async def run():
+        batcher = Batcher(size=2, wait=0.2, limit=10)
+        jobs = [job("a"), job("b"), job("b"), job("b"), job("b")]
+        await batcher.put(jobs)
+        start = time.monotonic()
+        batches = [await batcher.take() for _ in range(3)]
+        return jobs, batches, time.monotonic() - start
+
+    jobs, batches, taken = asyncio.run(run())
+    assert batches == [jobs[1:3], jobs[3:], jobs[:1]] and 0.15 < taken < 1.0
+
+
+def test_complete_batches_do_not_keep_the_oldest_waiting():
+    async def run():
+        batcher = Batcher(size=2, wait=0, limit=10)
+        jobs = [job("a"), job("b"), job("b")]
+        await batcher.put(jobs)
+        return jobs, await batcher.take()
+
+    jobs, batch = asyncio.run(run())
+    assert batch == jobs[:1]
+
+
 def test_all_or_none_are_put():
     async def run():
         batcher = Batcher(size=2, wait=0, limit=3)

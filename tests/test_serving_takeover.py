@@ -71,7 +71,7 @@ class Handle:
 
 
 def replica(folder, component="text_encoder", keep_old=60.0):
-    return ModelReplica(str(folder), component, False, None, False, keep_old)
+    return ModelReplica(str(folder), component, False, None, None, False, keep_old)
 
 
 # All components change, or none
@@ -92,12 +92,14 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
         )
         await taking.begin()
         decoder = handles["decoder"].replica
-        shape = (2, *taking.served.manifest.latent_shape)
+        shapes = taking.served.manifest.shapes
 
         def walk():
             (runner,) = taking.served.chain._replicas
-            runner.call("text_encoder", "serving_default", tokens=np.zeros((1, 77), "int32"))
-            assert runner.decode(np.zeros(shape, "float32")).dtype == np.uint8
+            tokens = np.zeros((1, 77), "int32")
+            runner.call("text_encoder", "serving_default", shapes.first, tokens=tokens)
+            latents = np.zeros((2, *shapes.latent(shapes.first.size)), "float32")
+            assert runner.decode(latents).dtype == np.uint8
 
         async def asked():
             """The exports that one walk through the models asks for."""

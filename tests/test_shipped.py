@@ -162,7 +162,9 @@ def test_the_same_picture_in_diffusers(pipe):
     )
     theirs.set_progress_bar_config(disable=True)
     prompts = ["a large red star on a black background", "a small green ring above a blue heart"]
-    noise = np.random.default_rng(0).standard_normal((2, *pipe.manifest.latent_shape), "float32")
+    noise = np.random.default_rng(0).standard_normal(
+        (2, *pipe.manifest.shapes.latent(pipe.manifest.shapes.first.size)), "float32"
+    )
     options = {"num_inference_steps": 20, "guidance_scale": 4.0}
     latents = torch.from_numpy(noise.transpose(0, 3, 1, 2))
     expected = theirs(prompts, latents=latents, output_type="np", **options).images

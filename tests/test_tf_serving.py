@@ -227,11 +227,11 @@ def test_time_ids_of_sdxl(exported):
         tensor = signatures.meta_graph_pb2.TensorInfo(dtype=tf.float32.as_datatype_enum)
         for size in (BATCH, count):
             tensor.tensor_shape.dim.add(size=size)
-        value = warmup.Values(exported, manifest)("time_ids", tensor, BATCH)
+        value = warmup.Values(exported, manifest)("time_ids", tensor, BATCH, (64, 64))
         assert value.tolist() == [[16, 16, 0, 0, 16, 16][:count]] * BATCH
     tensor.dtype = tf.int32.as_datatype_enum
     with pytest.raises(ServingError, match=r"No warm-up value is known for the input 'steps', int"):
-        warmup.Values(exported, manifest)("steps", tensor, BATCH)
+        warmup.Values(exported, manifest)("steps", tensor, BATCH, (64, 64))
 
 
 def test_without_xla(decoder, tmp_path):
@@ -426,7 +426,7 @@ def test_readme(folder):
     text = (folder / "README.md").read_text()
     assert "$" not in text
     assert "`sd_text_encoder` → `sd_diffusion_model` → `sd_decoder`" in text
-    assert "2 × 16×16 px, float32, up to 2 steps" in text
+    assert "16x16 px in batches of 2,\nfloat32, up to 2 steps" in text
     assert "| `sd_decoder` | 1 | – | `png`, `serving_default` |" in text
 
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from sd_tf.checkpoints import make_random
 from sd_tf.cli.main import main
+from sd_tf.runtime.shapes import Shapes
 from sd_tf.training import evaluate, tiny, world
 from sd_tf.training.batches import LatentBatches
 from sd_tf.training.data import World
@@ -33,7 +34,10 @@ class Artist:
     def __init__(self, paint):
         self.paint = paint
         self.manifest = SimpleNamespace(
-            height=64, width=64, checkpoint="artist", default_sampler="ddim", components={}
+            shapes=Shapes(((64, 64),), (1,), 8, 4),
+            checkpoint="artist",
+            default_sampler="ddim",
+            components={},
         )
         self.asked = {
             prompt: (ask, split, things)
@@ -84,7 +88,7 @@ def test_evaluation_refuses(tmp_path):
     artist = Artist(lambda *_: blank())
     with pytest.raises(TrainingError, match=r"`prompts` must be at least 1\. Received: 0"):
         evaluate.evaluate(artist, EvaluationOptions(prompts=0), tmp_path)
-    artist.manifest.width = 128
+    artist.manifest.shapes = Shapes(((64, 128),), (1,), 8, 4)
     with pytest.raises(
         TrainingError, match=r"reads square pictures only\. The export's are 128×64"
     ):

@@ -1,10 +1,12 @@
 """Plan a benchmark: check its options, and turn them into jobs."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.shapes import Shape, ShapeError
 
 DEFAULT_PROMPT = "a lighthouse on a cliff above the sea at sunset, oil painting"
 KERASCV_SCHEDULER = "kerascv"  # KerasCV's only method, which exports offer too
@@ -148,11 +150,9 @@ def why_not_the_same_work(manifest: Manifest, options: BenchOptions) -> str | No
         )
     if manifest.guidance != "classifier_free":
         return f"KerasCV always guides. {ours} without guidance."
-    if manifest.height % KERASCV_MULTIPLE or manifest.width % KERASCV_MULTIPLE:
-        return (
-            f"KerasCV's sizes are multiples of {KERASCV_MULTIPLE}. "
-            f"This export's is {manifest.height}×{manifest.width}."
-        )
+    height, width = _shape(manifest, options).size
+    if height % KERASCV_MULTIPLE or width % KERASCV_MULTIPLE:
+        return f"KerasCV's sizes are multiples of {KERASCV_MULTIPLE}. This one is {height}×{width}."
     if options.scheduler is None:
         return None
     calls = _model_calls(manifest, options.scheduler, options.num_steps)
@@ -203,16 +203,23 @@ def _model_calls(manifest: Manifest, scheduler: str, num_steps: int) -> int:
         raise BenchError(str(error)) from error
 
 
+def _shape(manifest: Manifest, options: BenchOptions) -> Shape:
+    """Return the export's shape that is to be measured."""
+    shapes, batch_size = manifest.shapes, options.batch_size
+    if batch_size is None:
+        batch_size = shapes.first.batch_size
+    try:
+        size = shapes.size_of(options.height, options.width)
+        return shapes.checked(Shape(batch_size, *size))
+    except ShapeError as error:
+        raise BenchError(str(error)) from error
+
+
 def _geometry(manifest: Manifest | None, options: BenchOptions, engine: str) -> dict[str, int]:
     names = ("batch_size", "height", "width")
     given = {name: getattr(options, name) for name in names}
     if manifest is not None:
-        if wrong := [f"`{name}` {value}" for name, value in given.items() if value is not None]:
-            raise BenchError(
-                f"The batch and the size are the export's: give `batch_size`, `height` and "
-                f"`width` without `export_dir`. Received: {', '.join(wrong)}"
-            )
-        given = {name: getattr(manifest, name) for name in names}
+        given = dataclasses.asdict(_shape(manifest, options))
     defaults = {"batch_size": 1, "height": KERASCV_SIZE, "width": KERASCV_SIZE}
     geometry = {name: defaults[name] if v is None else v for name, v in given.items()}
     if geometry["batch_size"] < 1:

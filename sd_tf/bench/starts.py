@@ -60,14 +60,14 @@ def host_share(export_dir: str, num_steps: int, calls: int) -> dict:
             super().__init__(*arguments)
             self.seen = []
 
-        def call(self, component, endpoint, **inputs):
-            self.seen.append((component, endpoint, inputs))
-            return super().call(component, endpoint, **inputs)
+        def call(self, component, endpoint, shape, **inputs):
+            self.seen.append((component, self.signature(component, endpoint, shape), inputs))
+            return super().call(component, endpoint, shape, **inputs)
 
     manifest, tokenizers = open_export(Path(export_dir))
     replica = Recording(Path(export_dir), manifest, True, None)
     pipe = Pipeline(manifest, [replica], tokenizers, 0.0)
-    prompts = [BenchOptions.prompt] * manifest.batch_size
+    prompts = [BenchOptions.prompt] * manifest.shapes.first.batch_size
     pipe.warm_up()
     whole, compiled = [], []
     for _ in range(calls):
@@ -76,8 +76,8 @@ def host_share(export_dir: str, num_steps: int, calls: int) -> dict:
         pipe(prompts, num_steps=num_steps, seed=0)
         whole.append(time.perf_counter() - start)
         functions = [
-            (replica.component(component), replica.signature(component, endpoint), inputs)
-            for component, endpoint, inputs in replica.seen
+            (replica.component(component), signature, inputs)
+            for component, signature, inputs in replica.seen
         ]
         start = time.perf_counter()
         for model, signature, inputs in functions:

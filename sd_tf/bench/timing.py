@@ -99,7 +99,7 @@ def saved_models() -> Callable[[Job], Call]:
         pipe = Pipeline.load(
             job.export_dir, jit_compile=job.jit_compile, compile_cache=job.compile_cache
         )
-        pictures = blank_pictures(pipe.manifest)
+        pictures = blank_pictures(pipe.manifest, (job.height, job.width))
 
         def call():
             result = pipe(
@@ -108,6 +108,8 @@ def saved_models() -> Callable[[Job], Call]:
                 guidance_scale=job.guidance_scale,
                 seed=job.seed,
                 scheduler=job.scheduler,
+                height=job.height,
+                width=job.width,
                 **pictures,
             )
             return result.images, {k: v for k, v in result.timings.items() if k != "total"}

@@ -3,11 +3,16 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sd_tf.runtime.shapes import Shape, ShapeError, Size, parse_shapes, parse_sizes
+
 TOKEN_VARIABLE = "SD_TF_TOKEN"  # noqa: S105, its name alone
 TOKEN_EPILOG = f"A server's key or token is read from the environment variable {TOKEN_VARIABLE}."
+
+SHAPES = "BxHxW,BxHxW"
 
 
 class Switch(argparse.Action):
@@ -56,6 +61,23 @@ def whole_numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"whole numbers with commas between. Received: {text!r}"
         ) from None
+
+
+def sizes(text: str) -> tuple[Size, ...]:
+    """Parse sizes with commas between them."""
+    return _parsed(parse_sizes, text)
+
+
+def shapes(text: str) -> tuple[Shape, ...]:
+    """Parse shapes with commas between them."""
+    return _parsed(parse_shapes, text)
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    try:
+        return parse(text)
+    except ShapeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def names(text: str) -> tuple[str, ...]:

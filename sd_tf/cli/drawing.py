@@ -69,7 +69,7 @@ def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = Tr
     An error or Ctrl+C leaves the saved pictures in place, and the missing ones are listed.
     """
     each = read_request(chain.manifest, Call.of(**wanted)).each
-    size, images, timings = chain.manifest.batch_size, [], Counter()
+    size, images, timings = chain.manifest.shapes.largest_batch, [], Counter()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with Progress(math.ceil(len(each) / size), "batches") as bar:

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from sd_tf.cli.options import EXPORT, opened
+from sd_tf.cli.options import EXPORT, SHAPE, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of
 
@@ -23,9 +23,7 @@ def run(options: argparse.Namespace) -> int:
         checkpoint,
         options.output_dir,
         ExportOptions(
-            batch_size=options.batch_size,
-            height=options.height,
-            width=options.width,
+            **chosen(options, SHAPE),
             precision=options.precision,
             max_steps=options.max_steps,
             guidance=options.guidance,
@@ -41,9 +39,8 @@ def run(options: argparse.Namespace) -> int:
     )
     target = manifest.components[options.components[0]].target
     print(
-        f"{options.output_dir}: {manifest.batch_size} × {manifest.height}×{manifest.width} px, "
-        f"{manifest.precision}, up to {manifest.max_steps} steps, for a {target}, "
-        f"in {time.perf_counter() - start:.1f} s"
+        f"{options.output_dir}: {manifest.shapes}, {manifest.precision}, "
+        f"up to {manifest.max_steps} steps, for a {target}, in {time.perf_counter() - start:.1f} s"
     )
     return 0
 

@@ -7,7 +7,7 @@ import time
 import jax
 
 from sd_tf.cli.arguments import add_json, write_json
-from sd_tf.cli.options import OPENING, opened
+from sd_tf.cli.options import OPENING, SEVERAL, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig, family_of
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=_listed(int), default=[], help="several with --sweep")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
+    add_options(parser, SEVERAL)
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--guidance", choices=GUIDANCE, default="classifier_free")
@@ -61,7 +62,14 @@ def run(options: argparse.Namespace) -> int:
     if options.sweep == bool(options.output_dir):
         raise ExportError("Give --out for a compiled pipeline, or --sweep for a table of figures.")
     if not options.sweep and max(len(options.topology), len(options.batch_size)) > 1:
-        raise ExportError("Several topologies or batch sizes are for --sweep.")
+        raise ExportError(
+            "Several topologies, or several of --batch_size, are for --sweep; one pipeline of "
+            "several batches takes --batch_sizes."
+        )
+    if options.sweep and (options.batch_sizes or options.sizes):
+        raise ExportError("--batch_sizes and --sizes are for a compiled pipeline, not for --sweep.")
+    if options.batch_size and options.batch_sizes:
+        raise ExportError("Give --batch_size or --batch_sizes.")
     if bool(options.topology) != (options.platform == "tpu") and options.platform is not None:
         raise ExportError("--platform=tpu takes a --topology, like v5e:2x2; the others take none.")
     checkpoint = _checkpoint(options)
@@ -105,16 +113,21 @@ def _checkpoint(options) -> Checkpoint:
 def _one(options, checkpoint, topology, batch) -> dict:
     devices = _devices(options.platform, topology)
     mesh = make_mesh(devices, options.model_axis)
+    if batch is None and not options.batch_sizes:
+        batch = len(devices) // options.model_axis
     fixed = Fixed(
-        batch_size=len(devices) // options.model_axis if batch is None else batch,
+        batch_sizes=options.batch_sizes or (batch,),
         height=options.height,
         width=options.width,
+        sizes=options.sizes,
         precision=options.precision,
         max_steps=options.max_steps,
         guidance=options.guidance,
         guidance_rescale=options.guidance_rescale,
     )
-    label = f"{topology or devices[0].device_kind}, {fixed.batch_size}"
+    geometry = geometry_of(checkpoint.config, fixed)
+    shape = geometry.shapes.first
+    label = f"{topology or devices[0].device_kind}, {shape.batch_size}"
     print(f"{label}: {family_of(checkpoint.config)}, {len(devices)} devices", flush=True)
     reports, start = {}, time.perf_counter()
 
@@ -125,15 +138,12 @@ def _one(options, checkpoint, topology, batch) -> dict:
         print(f"[{time.perf_counter() - start:7.1f} s] {name}: {took}", flush=True)
 
     if options.sweep:
-        geometry_of(checkpoint.config, fixed)
-        check_mesh(mesh, fixed.batch_size)
+        check_mesh(mesh, shape.batch_size)
         parts = ahead.components(checkpoint, fixed, mesh)
         try:
             for name in chips.runs_of(calls=1):
                 component, endpoint = name.split(".")
-                _, signature = ahead.compile_endpoint(
-                    parts[component], endpoint, mesh, fixed.batch_size
-                )
+                _, signature = ahead.compile_endpoint(parts[component], endpoint, mesh, shape)
                 report(name, signature.report)
         except chips.DoesNotFitError as error:
             print(f"{name}: {error}", flush=True)
@@ -157,7 +167,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
         chip = chips.chip_of(topology)
         calls = calls[checkpoint.config.schedule.sampler][options.num_steps - 1]
         found = chips.outlook(reports, chip, chips.runs_of(calls))
-        row = chips.row(label, found, chip, fixed.batch_size, len(devices))
+        row = chips.row(label, found, chip, shape.batch_size, len(devices))
     return {"label": label, "topology": topology, "programs": reports, "row": row}
 
 

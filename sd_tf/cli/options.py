@@ -4,7 +4,7 @@
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from sd_tf.bench.plan import DEFAULT_PROMPT
-from sd_tf.cli.arguments import Switch, names
+from sd_tf.cli.arguments import Switch, names, sizes, whole_numbers
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
@@ -23,6 +23,10 @@ TARGETS = ("cpu", "gpu", "tpu")
 EXPORT_DIR = "exports/tiny"
 
 
+# The kinds of lists, and how the help shows them.
+LISTS = {names: "NAME,NAME", whole_numbers: "N,N", sizes: "HxW,HxW"}
+
+
 @dataclass(frozen=True)
 class Option:
     """A flag: its name in the scripts, default, help, and kind of value."""
@@ -30,7 +34,7 @@ class Option:
     name: str
     default: Any
     help: str
-    kind: type = str  # tuple: names with commas between them
+    kind: Callable[[str], Any] = str  # one of LISTS: values with commas between them
     choices: Sequence[str] | None = None
     spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
 
@@ -48,6 +52,28 @@ OPENING = (
     *WEIGHTS,
 )
 
+SEVERAL = (
+    Option(
+        "batch_sizes",
+        (),
+        "Several, in place of --batch_size: 1,4. Calls are divided over them.",
+        whole_numbers,
+    ),
+    Option(
+        "sizes",
+        (),
+        "Several, in place of --height and --width: 512x512,768x512 (height x width). The first "
+        "is the default of a call.",
+        sizes,
+    ),
+)
+SHAPE = (
+    Option("batch_size", 1, "Pictures per call.", int),
+    Option("height", None, "Pixels. Default: the size that the model was made for.", int),
+    Option("width", None, "Pixels. Default: the size that the model was made for.", int),
+    *SEVERAL,
+)
+
 EXPORT = (
     Option(
         "checkpoint",
@@ -57,9 +83,7 @@ EXPORT = (
         "instructed.",
     ),
     Option("output_dir", EXPORT_DIR, "Folder of the export.", spelling="out"),
-    Option("batch_size", 1, "Pictures per call.", int),
-    Option("height", None, "Pixels. Default: the size that the model was made for.", int),
-    Option("width", None, "Pixels. Default: the size that the model was made for.", int),
+    *SHAPE,
     Option("precision", "float32", "The models' precision.", choices=PRECISIONS),
     Option("max_steps", 100, "The most steps that a call can ask for.", int),
     *OPENING,
@@ -82,13 +106,13 @@ EXPORT = (
         "disable_rewrites",
         (),
         "The target's rewrites to leave out. See docs/performance.md.",
-        tuple,
+        names,
     ),
     Option(
         "components",
         COMPONENTS,
         "What to export; fewer than all replace those of an existing export.",
-        tuple,
+        names,
     ),
     Option(
         "verify",
@@ -120,9 +144,14 @@ BENCHMARK = (
     Option("scheduler", None, "Default: the export's own; beside KerasCV, its method (kerascv)."),
     Option("guidance_scale", 7.5, "How closely to follow the prompt.", float),
     Option("seed", 0, "Seed of the first picture; the next ones count up.", int),
-    Option("batch_size", None, "KerasCV's without an export. Default: 1.", int),
-    Option("height", None, "KerasCV's without an export. Default: 512.", int),
-    Option("width", None, "KerasCV's without an export. Default: 512.", int),
+    Option(
+        "batch_size",
+        None,
+        "One of the export's batches. Default: its first; KerasCV alone: 1.",
+        int,
+    ),
+    Option("height", None, "One of the export's sizes. Default: its first; KerasCV: 512.", int),
+    Option("width", None, "One of the export's sizes. Default: its first; KerasCV: 512.", int),
     Option("compile_cache", None, "Folder where XLA keeps compiled code."),
     Option(
         "output",
@@ -157,8 +186,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option]) ->
     for option in options:
         flag_names = [f"--{name}" for name in (option.spelling, option.name) if name is not None]
         kind = {"action": Switch} if option.kind is bool else {"type": option.kind}
-        if option.kind is tuple:
-            kind = {"type": names, "metavar": "NAME,NAME"}
+        if option.kind in LISTS:
+            kind = {"type": option.kind, "metavar": LISTS[option.kind]}
         if option.choices is not None:
             kind = {"choices": option.choices}
         parser.add_argument(
@@ -172,8 +201,8 @@ def define_flags(options: Sequence[Option], values: flags.FlagValues = flags.FLA
         given = option.name, option.default
         if option.choices is not None:
             flags.DEFINE_enum(*given, list(option.choices), option.help, values)
-        elif option.kind is tuple:
-            flags.DEFINE_list(option.name, list(option.default), option.help, values)
+        elif option.kind in LISTS:
+            flags.DEFINE(ListParser(option.kind), *given, option.help, values)
         else:
             define = {
                 str: flags.DEFINE_string,
@@ -190,6 +219,23 @@ def parsed_flags(
     options: Sequence[Option], values: flags.FlagValues = flags.FLAGS
 ) -> argparse.Namespace:
     """Return the values that absl parsed, as argparse would."""
-    parsed = {option.name: values[option.name].value for option in options}
-    lists = {o.name: tuple(parsed[o.name]) for o in options if o.kind is tuple}
-    return argparse.Namespace(**parsed | lists)
+    return argparse.Namespace(**{option.name: values[option.name].value for option in options})
+
+
+class ListParser(flags.ArgumentParser):
+    """Parses an absl flag with one of LISTS."""
+
+    def __init__(self, kind: Callable[[str], tuple]):
+        self.kind = kind
+        self.syntactic_help = f"{LISTS[kind]}, with commas between"
+
+    def parse(self, argument: str | tuple) -> tuple:
+        if isinstance(argument, tuple):  # the default
+            return argument
+        try:
+            return self.kind(argument)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(str(error)) from error
+
+    def flag_type(self) -> str:
+        return "list"

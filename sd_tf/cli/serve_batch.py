@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             f"None of the {len(failures)} rows of {prompts} can be drawn; the first: "
             f"{failures[0].reason}"
         )
-    units = divide(rows, manifest.batch_size)
+    units = divide(rows, manifest.shapes.largest_batch)
     job = {
         "version": JOB_VERSION,
         "prompts": {"suffix": prompts.suffix, "sha256": hashlib.sha256(content).hexdigest()},

@@ -8,10 +8,12 @@ import threading
 from pathlib import Path
 
 from sd_tf.cli.arguments import (
+    SHAPES,
     Switch,
     add_compile_cache,
     add_export_dir,
     add_jit_compile,
+    shapes,
 )
 from sd_tf.runtime.compile_cache import for_workers
 from sd_tf.runtime.manifest import Manifest
@@ -55,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     add_jit_compile(parser)
     add_compile_cache(parser)
+    parser.add_argument(
+        "--warm_up",
+        type=shapes,
+        metavar=SHAPES,
+        help="the shapes that are compiled before the application is ready (default: all)",
+    )
     parser.add_argument(
         "--warm_up_all",
         action="store_true",
@@ -207,6 +215,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         api_key_hash=None if options.api_key_file is None else read_key(options.api_key_file),
         jit_compile=options.jit_compile,
         compile_cache=for_workers(options.compile_cache, are_here=options.address is None),
+        warm_up=options.warm_up,
         warm_up_all=options.warm_up_all,
         scales=read_scales(options),
         max_queue=options.max_queue,

@@ -2,34 +2,36 @@
 
 from keras import ops
 
-from sd_tf.components.geometry import Geometry
 from sd_tf.components.spec import Endpoint, Spec, as_is
 from sd_tf.config import LatentScale
+from sd_tf.runtime.shapes import Shape, Shapes
 
 
-def decoder(vae, scale: LatentScale, geometry: Geometry, shared=as_is) -> dict[str, Endpoint]:
+def decoder(
+    vae, scale: LatentScale, shapes: Shapes, shape: Shape, shared=as_is
+) -> dict[str, Endpoint]:
     """Declare the endpoint from latents (B, h, w, c) to pictures (B, H, W, 3), uint8."""
-    model = shared(vae.decode)
+    model = shared(vae.decode, open_batch=True)
 
     def decode(latent):
         images = ops.cast(model(scale.undo(latent)), "float32")
         images = ops.round(255.0 * ops.clip(images / 2.0 + 0.5, 0.0, 1.0))
         return {"generated_images": ops.cast(images, "uint8")}
 
-    latent = {"latent": Spec((geometry.batch_size, *geometry.latent_shape))}
+    latent = {"latent": Spec((shape.batch_size, *shapes.latent(shape.size)))}
     return {"serving_default": Endpoint(decode, latent)}
 
 
-def image_encoder(vae, geometry: Geometry, shared=as_is) -> dict[str, Endpoint]:
+def image_encoder(vae, shape: Shape, shared=as_is) -> dict[str, Endpoint]:
     """Declare the endpoint from images (B, H, W, 3) in [-1, 1] to the posterior of their latents.
 
     Its outputs are the posterior's mode, not scaled, and its standard deviation.
     """
-    model = shared(vae.encode)
+    model = shared(vae.encode, open_batch=True)
 
     def encode(images):
         mean, log_variance = (ops.cast(x, "float32") for x in model(images))
         return {"latent": mean, "standard_deviation": ops.exp(0.5 * log_variance)}
 
-    images = {"images": Spec((geometry.batch_size, geometry.height, geometry.width, 3))}
+    images = {"images": Spec((shape.batch_size, *shape.size, 3))}
     return {"serving_default": Endpoint(encode, images)}

@@ -17,6 +17,7 @@ from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
 from sd_tf.components.spec import COMPONENTS, Endpoint, as_is
 from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.runtime.shapes import Shape
 from sd_tf.sampling.packed import Packed, pack
 from sd_tf.weights import Checkpoint, layout
 
@@ -32,15 +33,20 @@ class Component:
 
     name: str
     models: Mapping[str, keras.layers.Layer]
-    declare: Callable[..., dict[str, Endpoint]]  # (tables, shared) → the endpoints
+    declare: Callable[..., dict[str, Endpoint]]  # (shape, tables, shared) → the endpoints
     layers: tuple[str, ...] = ("",)  # starts of the names of the layers that it computes with
     tables: Packed | None = None  # the samplers' tables, where it has a loop
     default_scheduler: int = 0  # its number in the tables
     is_rewritten: bool = True  # for the target's compiler; a text encoder stays as it is written
 
-    def endpoints(self, tables=None, shared=as_is) -> dict[str, Endpoint]:
-        """Return the endpoints; `tables` may replace the NumPy tables by the backend's arrays."""
-        return self.declare(self.tables if tables is None else tables, shared)
+    def endpoints(self, shape: Shape, tables=None, shared=as_is) -> dict[str, Endpoint]:
+        """Return the endpoints for one of the geometry's shapes.
+
+        Args:
+            tables: the backend's arrays in place of the NumPy tables.
+            shared: wraps the functions that several endpoints share; see `as_is`.
+        """
+        return self.declare(shape, self.tables if tables is None else tables, shared)
 
     @property
     def slots(self) -> dict[str, layout.Slot]:
@@ -68,9 +74,9 @@ def component(
 def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component:
     models = {name: build(name, precision) for name in config.text_encoders}
 
-    def declare(tables, shared):
+    def declare(shape, tables, shared):
         return text_encoder(
-            list(models.values()), empty_tokens, config.zero_empty_negative, geometry.batch_size
+            list(models.values()), empty_tokens, config.zero_empty_negative, shape.batch_size
         )
 
     return Component("text_encoder", models, declare, is_rewritten=False)
@@ -81,13 +87,13 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
     packed = pack(config.schedule, geometry.max_steps)
     default = packed.numbers[config.schedule.sampler]
 
-    def declare(tables, shared):
+    def declare(shape, tables, shared):
         return DiffusionModel(
             denoiser,
             tables,
-            conditions_of(config, geometry),
+            conditions_of(config, geometry.shapes, shape),
             guidance_of(geometry.guidance, config.latent_inputs, geometry.guidance_rescale),
-            geometry,
+            (shape.batch_size, *geometry.shapes.latent(shape.size)),
             default,
             config.denoiser.guidance_embed_dim,
             shared,
@@ -105,8 +111,8 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
 def _decoder(config, geometry, precision, empty_tokens, build) -> Component:
     vae = build(AUTOENCODER, autoencoder_precision(config, precision))
 
-    def declare(tables, shared):
-        return decoder(vae, config.autoencoder.latent_scale, geometry, shared)
+    def declare(shape, tables, shared):
+        return decoder(vae, config.autoencoder.latent_scale, geometry.shapes, shape, shared)
 
     return Component("decoder", {AUTOENCODER: vae}, declare, OF_DECODER)
 
@@ -114,8 +120,8 @@ def _decoder(config, geometry, precision, empty_tokens, build) -> Component:
 def _image_encoder(config, geometry, precision, empty_tokens, build) -> Component:
     vae = build(AUTOENCODER, autoencoder_precision(config, precision))
 
-    def declare(tables, shared):
-        return image_encoder(vae, geometry, shared)
+    def declare(shape, tables, shared):
+        return image_encoder(vae, shape, shared)
 
     return Component("image_encoder", {AUTOENCODER: vae}, declare, OF_ENCODER)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from keras import ops
 
-from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import EDITED
 from sd_tf.components.spec import Endpoint, Spec
 from sd_tf.config import PipelineConfig
+from sd_tf.runtime.shapes import Shape, Shapes
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Conditions:
         return {**twins, **self.latent}
 
 
-def conditions_of(config: PipelineConfig, geometry: Geometry) -> Conditions:
+def conditions_of(config: PipelineConfig, shapes: Shapes, shape: Shape) -> Conditions:
     """Return the conditions that the family's denoiser takes."""
-    batch = geometry.batch_size
+    batch, latent_shape = shape.batch_size, shapes.latent(shape.size)
     length = max(encoder.max_length for encoder in config.text_encoders.values())
     model = {"context": Spec((batch, length, config.denoiser.context_dim))}
     if (added := config.denoiser.added) is not None:
         model["pooled"] = Spec((batch, added.pooled_dim))
         model["time_ids"] = Spec((batch, added.num_time_ids))
-    latents = Spec((batch, *geometry.latent_shape))
-    mask = Spec((batch, *geometry.latent_shape[:2], 1))
+    latents = Spec((batch, *latent_shape))
+    mask = Spec((batch, *latent_shape[:2], 1))
     latent = {
         "none": {},
         "image": {EDITED: latents},

@@ -30,10 +30,7 @@ def manifest_of(
     packed = pack(config.schedule, geometry.max_steps)
     return Manifest(
         family=family_of(config),
-        batch_size=geometry.batch_size,
-        height=geometry.height,
-        width=geometry.width,
-        latent_shape=geometry.latent_shape,
+        shapes=geometry.shapes,
         precision=fixed.precision,
         max_steps=geometry.max_steps,
         schedulers={

@@ -6,7 +6,6 @@ import numpy as np
 from keras import ops
 
 from sd_tf.components.conditions import Conditions
-from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import SCALE, Guidance
 from sd_tf.components.spec import Endpoint, Spec, as_is
 from sd_tf.sampling import noise as noise_source
@@ -27,22 +26,23 @@ class DiffusionModel:
         tables,  # the fields of `sampling.packed.Packed`, as the backend's arrays
         conditions: Conditions,
         guidance: Guidance,
-        geometry: Geometry,
+        latents: tuple[int, int, int, int],  # their shape (B, h, w, c)
         default_scheduler: int,
         guidance_embed_dim: int | None = None,  # LCM: the denoiser is told the guidance scale
-        shared=as_is,  # wraps the loop that several endpoints share
+        shared=as_is,
     ):
-        self.denoiser, self.tables = denoiser, tables
-        self.conditions, self.guidance, self.geometry = conditions, guidance, geometry
+        self.denoiser, self.tables = shared(denoiser, open_batch=True), tables
+        self.conditions, self.guidance = conditions, guidance
+        self.batch_size, *self.latent_shape = latents
         self.default_scheduler = default_scheduler
         self.guidance_embed_dim = guidance_embed_dim
         self._shared_walk = shared(self._walk)
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        latents = Spec((self.geometry.batch_size, *self.geometry.latent_shape))
+        latents = Spec((self.batch_size, *self.latent_shape))
         history = Spec((HISTORY, *latents.shape))
-        scalar, seeds = Spec(dtype="int32"), Spec((self.geometry.batch_size,), "int32")
+        scalar, seeds = Spec(dtype="int32"), Spec((self.batch_size,), "int32")
         call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
         chosen = {**call, "scheduler": scalar}
         state = {"latent": latents, "history": history}
@@ -84,8 +84,7 @@ class DiffusionModel:
     # Runs in segments
 
     def noise(self, seed):
-        shape = self.geometry.latent_shape
-        return {"noise": noise_source.normal(seed, noise_source.INITIAL, shape)}
+        return {"noise": noise_source.normal(seed, noise_source.INITIAL, self.latent_shape)}
 
     def begin(self, noise, scheduler, num_steps):
         return {"latent": noise * self._of_run(self.tables.scales, scheduler, num_steps)}
@@ -123,11 +122,11 @@ class DiffusionModel:
         """Return (x, timestep) → the guided output; what the steps share is computed here."""
         given = self.guidance.conditions(conditions, self.conditions.names)
         beside = self.guidance.beside(conditions, self.conditions.beside)
-        batch = len(self.guidance.parts) * self.geometry.batch_size
+        batch = len(self.guidance.parts) * self.batch_size
         if self.guidance_embed_dim is not None:
             scale = scales[self.guidance.scales.index(SCALE)]
             embedded = embed_guidance(scale, self.guidance_embed_dim)
-            given["guidance"] = ops.tile(embedded[None], (self.geometry.batch_size, 1))
+            given["guidance"] = ops.tile(embedded[None], (self.batch_size, 1))
 
         def predict(x, timestep):
             timesteps = ops.broadcast_to(timestep, (batch,))
@@ -139,7 +138,7 @@ class DiffusionModel:
 
     @property
     def _default_seeds(self):
-        return np.arange(self.geometry.batch_size, dtype="int32")
+        return np.arange(self.batch_size, dtype="int32")
 
     @staticmethod
     def _of_run(table, scheduler, num_steps):

@@ -1,9 +1,11 @@
 """The choices that compiling a pipeline fixes, checked against the checkpoint before any work."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sd_tf.config import PipelineConfig
 from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.shapes import Shapes, Size
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 GUIDANCE = ("classifier_free", "none")
@@ -14,6 +16,9 @@ class Fixed:
     batch_size: int = 1
     height: int | None = None  # None: the size that the model was made for
     width: int | None = None
+    # Several, in place of the three above; the first of each is the default.
+    batch_sizes: Sequence[int] = ()
+    sizes: Sequence[Size] = ()  # (height, width)
     precision: str = "float32"
     max_steps: int = 100
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
@@ -24,10 +29,7 @@ class Fixed:
 class Geometry:
     """The choices of `Fixed`, with every default filled in for a checkpoint."""
 
-    batch_size: int
-    height: int
-    width: int
-    latent_shape: tuple[int, int, int]
+    shapes: Shapes
     max_steps: int
     guidance: str
     guidance_rescale: float
@@ -40,8 +42,6 @@ def refuse(rule: str, received) -> None:
 def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
     if fixed.precision not in PRECISIONS:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
-    if fixed.batch_size < 1:
-        refuse("The batch size is at least 1.", fixed.batch_size)
     if not 1 <= fixed.max_steps <= config.schedule.num_train_timesteps:
         refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", fixed.max_steps)
     if not 0.0 <= fixed.guidance_rescale <= 1.0:
@@ -60,18 +60,29 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
             "without guidance, and for checkpoints that edit pictures.",
             fixed.guidance_rescale,
         )
-    scale = config.autoencoder.downscale
-    height = config.default_size if fixed.height is None else fixed.height
-    width = config.default_size if fixed.width is None else fixed.width
-    for name, size in (("height", height), ("width", width)):
-        if size < scale or size % scale:
-            refuse(f"The {name} is a positive multiple of {scale}.", size)
     return Geometry(
-        fixed.batch_size,
-        height,
-        width,
-        (height // scale, width // scale, config.autoencoder.latent_channels),
-        fixed.max_steps,
-        fixed.guidance,
-        fixed.guidance_rescale,
+        shapes_of(config, fixed), fixed.max_steps, fixed.guidance, fixed.guidance_rescale
     )
+
+
+def shapes_of(config: PipelineConfig, fixed: Fixed) -> Shapes:
+    """Return the shapes that are asked for, checked."""
+    if fixed.batch_sizes and fixed.batch_size != Fixed.batch_size:
+        refuse("Give `batch_size` or `batch_sizes`.", f"{fixed.batch_size}, {fixed.batch_sizes}")
+    if fixed.sizes and (fixed.height, fixed.width) != (None, None):
+        refuse("Give `height` and `width`, or `sizes`.", f"{fixed.height}, {fixed.width}")
+    batch_sizes = tuple(fixed.batch_sizes) or (fixed.batch_size,)
+    if least := [size for size in batch_sizes if size < 1]:
+        refuse("The batch size is at least 1.", least[0])
+    default = config.default_size
+    one = tuple(default if side is None else side for side in (fixed.height, fixed.width))
+    sizes = tuple(map(tuple, fixed.sizes)) or (one,)
+    scale = config.autoencoder.downscale
+    for size in sizes:
+        for name, side in zip(("height", "width"), size, strict=True):
+            if side < scale or side % scale:
+                refuse(f"The {name} is a positive multiple of {scale}.", side)
+    for name, values in (("batch size", batch_sizes), ("size", sizes)):
+        if len(set(values)) < len(values):
+            refuse(f"Each {name} is given once.", values)
+    return Shapes(sizes, batch_sizes, scale, config.autoencoder.latent_channels)

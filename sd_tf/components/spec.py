@@ -21,6 +21,10 @@ class Endpoint:
     compiled: bool = True  # False: a few multiplications, not worth compiling
 
 
-def as_is(function):
-    """Return the function as it is: the default of `shared`, which may compile or cache it."""
+def as_is(function, open_batch: bool = False):
+    """Return the function as it is: the default of `shared`, which may trace it once for several.
+
+    Args:
+        open_batch: all arguments have the batch as their first dimension, and may have any.
+    """
     return function

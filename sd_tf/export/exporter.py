@@ -98,14 +98,14 @@ def _export_one(name, checkpoint, geometry, options, origin, folder, report):
     )
     target, rewrites = _lowering(part, options)
     is_compiled = name != "text_encoder" or options.jit_compile_text_encoder
-    module = ComponentModule(part, rewrites, is_compiled)
-    reference = inputs = None
-    if options.verify != "off":
-        report(name, "computing the reference")
-        endpoint = verify.endpoint_for(name)
+    module = ComponentModule(part, geometry.shapes, rewrites, is_compiled)
+    samples = []
+    for endpoint in verify.endpoints_for(name, geometry.shapes, options.verify):
+        report(name, f"computing the reference of {endpoint}")
         specs = module.endpoints[endpoint].structured_input_signature[1]
         inputs = verify.sample_inputs(specs, part, options.verify)
         reference = verify.eager(module.eager[endpoint], inputs)
+        samples.append(verify.Sample(endpoint, inputs, reference))
     report(name, "saving")
     path = folder / name / VERSION_FOLDER
     try:
@@ -119,11 +119,9 @@ def _export_one(name, checkpoint, geometry, options, origin, folder, report):
     keras.backend.clear_session()
     gc.collect()
     figures = {"level": options.verify}
-    if options.verify != "off":
+    if samples:
         report(name, "reloading and comparing")
-        figures |= verify.compare(
-            name, folder, reference, inputs, options.verify, options.precision
-        )
+        figures |= verify.compare(name, folder, samples, options.verify, options.precision)
         gc.collect()
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     seconds = time.perf_counter() - start

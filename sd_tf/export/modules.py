@@ -1,7 +1,8 @@
 """A `tf.Module` for each component, which is saved as its SavedModel.
 
-Every endpoint exists compiled by XLA and, under `plain_`, not compiled, on the same variables. The
-compiled ones are traced with the target's rewrites, the plain ones as the models are written.
+Every endpoint exists for every shape: compiled by XLA and, under `plain_`, not compiled, all on
+the same variables. The compiled ones are traced with the target's rewrites, the plain ones as the
+models are written: once for all batches of a size.
 """
 
 from dataclasses import fields
@@ -10,8 +11,9 @@ import tensorflow as tf
 
 from sd_tf.components import Endpoint, Spec
 from sd_tf.components.build import Component
-from sd_tf.models.lowering import Rewrites, lowered, rewrites
+from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
 from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.shapes import Shapes
 from sd_tf.sampling.packed import Packed
 
 # The tables that are large, and therefore saved as variables rather than as constants.
@@ -21,7 +23,9 @@ LARGE_TABLES = ("rows", "signals", "sigmas")
 class ComponentModule(tf.Module):
     """A component's endpoints as signatures, compiled and plain."""
 
-    def __init__(self, component: Component, rewrites: Rewrites, jit_compile: bool = True):
+    def __init__(
+        self, component: Component, shapes: Shapes, rewrites: Rewrites, jit_compile: bool = True
+    ):
         """Trace the endpoints; without `jit_compile` only plain, but under their own names."""
         super().__init__()
         self._variables = [slot.variable.value for slot in component.slots.values()]
@@ -31,11 +35,13 @@ class ComponentModule(tf.Module):
         self.tables = None
         if component.tables is not None:
             self.tables = SamplerTables(component.tables, component.default_scheduler)
-        endpoints = component.endpoints(self.tables, traced_once)
-        for name, endpoint in endpoints.items():
-            self._declare(name, endpoint)
-        if component.name == "decoder":
-            self._declare_png(endpoints["serving_default"])
+        traces = Traces()
+        for shape in shapes.all:
+            endpoints = component.endpoints(shape, self.tables, traces.shared)
+            for name, endpoint in endpoints.items():
+                self._declare(shapes.signature(name, shape), endpoint)
+            if component.name == "decoder":
+                self._declare_png(shapes.signature("png", shape), endpoints["serving_default"])
 
     def _declare(self, name: str, endpoint: Endpoint) -> None:
         self.eager[name] = endpoint.function
@@ -46,7 +52,7 @@ class ComponentModule(tf.Module):
         else:
             self._sign(name, plain, endpoint.inputs)
 
-    def _declare_png(self, decode: Endpoint) -> None:
+    def _declare_png(self, name: str, decode: Endpoint) -> None:
         """Add the endpoint that returns PNG files, which are encoded outside XLA."""
 
         def as_png(run):
@@ -57,8 +63,8 @@ class ComponentModule(tf.Module):
 
             return tf.function(call, autograph=False)
 
-        self._sign("png", as_png(self._compiled(decode.function)), decode.inputs)
-        self._sign(PLAIN + "png", as_png(decode.function), decode.inputs)
+        self._sign(name, as_png(self._compiled(decode.function)), decode.inputs)
+        self._sign(PLAIN + name, as_png(decode.function), decode.inputs)
 
     def _compiled(self, function):
         """Wrap a function for XLA, with the target's rewrites."""
@@ -82,15 +88,31 @@ class ComponentModule(tf.Module):
         self.endpoints[name] = tf.function(call, autograph=False).get_concrete_function(**specs)
 
 
-def traced_once(function):
-    """Trace `function` once for all plain endpoints and once for all compiled ones."""
-    traced = {}
+class Traces:
+    """Traces of functions, each of which all endpoints share that call it with the same shapes.
 
-    def call(*args):
-        shared = traced.setdefault(rewrites(), tf.function(function, autograph=False))
-        return shared(*args)
+    As they are written, models take any batch, so one trace serves all. Rewrites have to know it.
+    """
 
-    return call
+    def __init__(self):
+        self._traced = {}
+
+    def shared(self, function, open_batch: bool = False):
+        """Return a function that calls the trace for its arguments' shapes."""
+
+        def spec(x) -> tf.TensorSpec:
+            is_open = open_batch and rewrites() == AS_WRITTEN
+            return tf.TensorSpec([None, *x.shape[1:]] if is_open else x.shape, x.dtype)
+
+        def call(*args, **kwargs):
+            specs = tf.nest.map_structure(spec, (args, kwargs))
+            key = function, rewrites(), tuple(tf.nest.flatten(specs))
+            if key not in self._traced:
+                traced = tf.function(function, autograph=False)
+                self._traced[key] = traced.get_concrete_function(*specs[0], **specs[1])
+            return self._traced[key](*args, **kwargs)
+
+        return call
 
 
 class SamplerTables(tf.Module):

@@ -13,7 +13,7 @@ from sd_tf.weights import Checkpoint
 
 # Fields of the manifest that all components share, those that the components between which latents
 # pass share, and those that one component decides.
-SHARED = ("batch_size", "height", "width", "latent_shape", "precision")
+SHARED = ("shapes", "precision")
 LATENT_SHARED = ("scaling_factor", "shift_factor")
 LATENT = ("diffusion_model", "decoder", "image_encoder")
 OWNED = {
@@ -63,9 +63,10 @@ def check_conditions(
     geometry: Geometry,
 ) -> None:
     """Check that the text encoder gives what the diffusion model takes, where one is replaced."""
+    shapes = geometry.shapes
     theirs = {
         name: spec.shape
-        for name, spec in conditions_of(checkpoint.config, geometry).model.items()
+        for name, spec in conditions_of(checkpoint.config, shapes, shapes.first).model.items()
         if name in TEXT_CONDITIONS
     }
     if "text_encoder" in kept and "diffusion_model" in replaced:

@@ -1,6 +1,7 @@
 """Check that an export computes what its models compute: figures for the manifest, and a floor."""
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +10,7 @@ from sd_tf.components.build import Component
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.shapes import Shapes
 
 # Agreement in dB, below which nothing is published. Export and model are compared in the same
 # precision, so only the order of additions differs, which half precision makes visible.
@@ -60,10 +62,22 @@ def eager(function, inputs: dict) -> dict[str, np.ndarray]:
     return {key: value.numpy() for key, value in outputs.items()}
 
 
-def endpoint_for(component: str) -> str:
-    return {"diffusion_model": "from_noise", "text_encoder": "encode"}.get(
+@dataclass(frozen=True)
+class Sample:
+    """Inputs of an endpoint, and the outputs that the models themselves compute of them."""
+
+    endpoint: str
+    inputs: dict[str, np.ndarray]
+    reference: dict[str, np.ndarray]
+
+
+def endpoints_for(component: str, shapes: Shapes, level: str) -> list[str]:
+    """Return the endpoints to compare: one for every shape, or only for the first."""
+    endpoint = {"diffusion_model": "from_noise", "text_encoder": "encode"}.get(
         component, "serving_default"
     )
+    compared = {"full": shapes.all, "fast": [shapes.first], "off": []}[level]
+    return [shapes.signature(endpoint, shape) for shape in compared]
 
 
 def _span(values) -> float:
@@ -71,27 +85,42 @@ def _span(values) -> float:
     return max(float(np.ptp(np.asarray(values, "float64"))), 1e-12)
 
 
-def compare(component: str, folder, reference: dict, inputs: dict, level: str, precision: str):
-    """Reload the SavedModel and compare its outputs with the reference; return the figures."""
+def compare(component: str, folder, samples: list[Sample], level: str, precision: str) -> dict:
+    """Reload the SavedModel and compare its outputs with the reference; return the figures.
+
+    They are the worst agreement of all shapes, and the seconds of all together.
+    """
     loaded = tf.saved_model.load(str(folder / component / VERSION_FOLDER))
-    endpoint = endpoint_for(component)
-    names = {"saved_model": PLAIN + endpoint, "saved_model_xla": endpoint}
-    if PLAIN + endpoint not in loaded.signatures:  # a text encoder that is not compiled
-        names = {"saved_model": endpoint}
+    prefixes = {"saved_model": PLAIN, "saved_model_xla": ""}
+    if PLAIN + samples[0].endpoint not in loaded.signatures:  # a text encoder, not compiled
+        prefixes = {"saved_model": ""}
     elif level == "fast":
-        names.pop("saved_model_xla")
+        prefixes.pop("saved_model_xla")
     figures = {}
-    for label, name in names.items():
+    for label, prefix in prefixes.items():
         start = time.perf_counter()
-        outputs = loaded.signatures[name](**{k: tf.constant(v) for k, v in inputs.items()})
+        agreement = [
+            _agreement(loaded.signatures, component, prefix + sample.endpoint, sample, precision)
+            for sample in samples
+        ]
         seconds = time.perf_counter() - start
-        agreement = [psnr(reference[k], outputs[k], _span(reference[k])) for k in reference]
-        worst = float(np.min(agreement))  # NaN where any is, unlike Python's `min`
-        figures[label] = {"psnr_db": round(min(worst, 999.0), 1), "seconds": round(seconds, 2)}
-        if not worst >= FLOORS[precision]:
-            raise ExportError(
-                f"The exported {component} does not compute what the model computes: signature "
-                f"{name!r} agrees to {worst:.1f} dB, the floor for {precision} is "
-                f"{FLOORS[precision]:.0f} dB. Nothing was published."
-            )
+        figures[label] = {
+            "psnr_db": round(min(*agreement, 999.0), 1),
+            "seconds": round(seconds, 2),
+        }
     return figures
+
+
+def _agreement(signatures, component: str, name: str, sample: Sample, precision: str) -> float:
+    """Return the agreement of one signature's outputs with the reference; refuse too little."""
+    outputs = signatures[name](**{k: tf.constant(v) for k, v in sample.inputs.items()})
+    reference = sample.reference
+    agreement = [psnr(reference[k], outputs[k], _span(reference[k])) for k in reference]
+    worst = float(np.min(agreement))  # NaN where any is, unlike Python's `min`
+    if not worst >= FLOORS[precision]:
+        raise ExportError(
+            f"The exported {component} does not compute what the model computes: signature "
+            f"{name!r} agrees to {worst:.1f} dB, the floor for {precision} is "
+            f"{FLOORS[precision]:.0f} dB. Nothing was published."
+        )
+    return worst

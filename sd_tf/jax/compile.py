@@ -23,7 +23,7 @@ from sd_tf.runtime.manifest import (
     Manifest,
     describe_files,
 )
-from sd_tf.runtime.runner import CALLED
+from sd_tf.runtime.shapes import Shape
 from sd_tf.weights import Checkpoint
 from sd_tf.weights.tensors import save_safetensors
 
@@ -45,7 +45,7 @@ def compile_pipeline(
     The folder has no weights where the checkpoint has none.
     """
     geometry = geometry_of(checkpoint.config, fixed)
-    check_mesh(mesh, fixed.batch_size)
+    check_mesh(mesh, *geometry.shapes.batch_sizes)
     parts = components(checkpoint, fixed, mesh)
     output_dir = Path(output_dir)
     with staging(output_dir, overwrite, FILE_NAME, ExportError) as folder:
@@ -53,14 +53,14 @@ def compile_pipeline(
         for name, component in parts.items():
             (folder / name).mkdir()
             signatures[name] = {}
-            for endpoint in CALLED[name]:
-                code, signature = compile_endpoint(component, endpoint, mesh, fixed.batch_size)
-                path = folder / name / endpoint
+            for served, (endpoint, shape) in programs.called(name, geometry.shapes).items():
+                code, signature = compile_endpoint(component, endpoint, mesh, shape)
+                path = folder / name / served
                 path.with_suffix(".xla").write_bytes(serialize_executable.serialize(code)[0])
-                path.with_suffix(".stablehlo").write_bytes(portable(component, endpoint, fixed))
-                signatures[name][endpoint] = signature
+                path.with_suffix(".stablehlo").write_bytes(portable(component, endpoint, shape))
+                signatures[name][served] = signature
                 if report is not None:
-                    report(f"{name}.{endpoint}", signature.report)
+                    report(f"{name}.{served}", signature.report)
             if checkpoint.readers:
                 weights = programs.host_weights(component, checkpoint)
                 save_safetensors(weights, folder / name / artifacts.WEIGHTS)
@@ -68,7 +68,7 @@ def compile_pipeline(
         origin = origins(checkpoint, parts)
         described = {
             name: ComponentRecord(
-                CALLED[name],
+                tuple(signatures[name]),
                 target.platform,
                 component.rewrites.names,
                 describe_files(folder, name),
@@ -101,10 +101,10 @@ def components(
 
 
 def compile_endpoint(
-    component: programs.JaxComponent, endpoint: str, mesh: Mesh, batch_size: int
+    component: programs.JaxComponent, endpoint: str, mesh: Mesh, shape: Shape
 ) -> tuple[jax.stages.Compiled, artifacts.Signature]:
     """Compile an endpoint, allocating nothing on a device; return its code and signature."""
-    function, arguments, placed = component.jitted(endpoint, mesh, batch_size)
+    function, arguments, placed = component.jitted(endpoint, mesh, shape)
     start = time.perf_counter()
     lowered = function.lower(*arguments)
     traced = time.perf_counter()
@@ -134,9 +134,9 @@ def figures_of(code: jax.stages.Compiled) -> dict[str, float]:
     }
 
 
-def portable(component: programs.JaxComponent, endpoint: str, fixed: Fixed) -> bytes:
+def portable(component: programs.JaxComponent, endpoint: str, shape: Shape) -> bytes:
     """Serialize an endpoint as StableHLO without shardings, so that any mesh will do."""
-    function = jax.jit(component.pure(endpoint), donate_argnums=1)
-    arguments = component.arguments(endpoint, fixed.batch_size)
+    function = jax.jit(component.pure(endpoint, shape), donate_argnums=1)
+    arguments = component.arguments(endpoint, shape)
     exported = jax.export.export(function, platforms=artifacts.STABLEHLO_PLATFORMS)(*arguments)
     return bytes(exported.serialize())

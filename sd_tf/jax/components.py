@@ -20,6 +20,8 @@ from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
 from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
 from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.runner import CALLED
+from sd_tf.runtime.shapes import Shape, Shapes
 from sd_tf.sampling.packed import Packed
 from sd_tf.weights import Checkpoint, layout
 
@@ -56,7 +58,7 @@ class JaxComponent:
         shapes |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.tables.items()}
         return shapes
 
-    def pure(self, endpoint: str, mesh: Mesh | None = None) -> Callable[..., dict]:
+    def pure(self, endpoint: str, shape: Shape, mesh: Mesh | None = None) -> Callable[..., dict]:
         """Return a function (weights, state, inputs) → outputs.
 
         On a mesh, the outputs are placed as the next call takes them.
@@ -68,7 +70,7 @@ class JaxComponent:
             if self.tables:
                 tables = Packed(**{f.name: weights[TABLES + f.name] for f in fields(Packed)})
             with keras.StatelessScope(state_mapping=given), lowered(self.rewrites):
-                endpoints = self.component.endpoints(tables)
+                endpoints = self.component.endpoints(shape, tables)
                 outputs = endpoints[endpoint].function(**state, **inputs)
             if mesh is None:
                 return outputs
@@ -79,31 +81,42 @@ class JaxComponent:
 
         return function
 
-    def arguments(self, endpoint: str, batch_size: int):
+    def arguments(self, endpoint: str, shape: Shape):
         """Return the shapes and dtypes of (weights, state, inputs)."""
-        specs = self.component.endpoints()[endpoint].inputs
+        specs = self.component.endpoints(shape)[endpoint].inputs
         inputs = {
-            name: jax.ShapeDtypeStruct([batch_size if n is None else n for n in s.shape], s.dtype)
+            name: jax.ShapeDtypeStruct(
+                [shape.batch_size if n is None else n for n in s.shape], s.dtype
+            )
             for name, s in specs.items()
         }
         donated = STATE if endpoint == "segment" else ()
         return self.weights, {name: inputs.pop(name) for name in donated}, inputs
 
-    def jitted(self, endpoint: str, mesh: Mesh, batch_size: int):
+    def jitted(self, endpoint: str, mesh: Mesh, shape: Shape):
         """Return `jax.jit` of the endpoint, its arguments' shapes, and where each of them lies."""
-        weights, state, inputs = self.arguments(endpoint, batch_size)
+        weights, state, inputs = self.arguments(endpoint, shape)
         placed = (
             {name: of_weight(mesh, name, x.shape) for name, x in weights.items()},
             {name: of_value(mesh, name, x.ndim) for name, x in state.items()},
             {name: of_value(mesh, name, x.ndim) for name, x in inputs.items()},
         )
-        function = jax.jit(self.pure(endpoint, mesh), in_shardings=placed, donate_argnums=1)
+        function = jax.jit(self.pure(endpoint, shape, mesh), in_shardings=placed, donate_argnums=1)
         return function, (weights, state, inputs), placed
 
-    def program(self, endpoint: str, mesh: Mesh, batch_size: int) -> Program:
+    def program(self, endpoint: str, mesh: Mesh, shape: Shape) -> Program:
         """Make a program, which is traced and compiled when it is first called."""
-        function, _, (_, state, inputs) = self.jitted(endpoint, mesh, batch_size)
+        function, _, (_, state, inputs) = self.jitted(endpoint, mesh, shape)
         return Program(function, state, inputs)
+
+
+def called(component: str, shapes: Shapes) -> dict[str, tuple[str, Shape]]:
+    """Return the signatures that a runner calls: each one's endpoint and shape, by its name."""
+    return {
+        shapes.signature(endpoint, shape): (endpoint, shape)
+        for shape in shapes.all
+        for endpoint in CALLED[component]
+    }
 
 
 def components_of(

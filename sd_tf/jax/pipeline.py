@@ -1,7 +1,7 @@
 """`JaxPipeline`: the same calls and pictures as `Pipeline`, on JAX."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -13,7 +13,7 @@ from sd_tf.jax.runner import JaxRunner
 from sd_tf.jax.sharding import DATA, check_mesh, make_mesh
 from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import ExportError, Manifest
-from sd_tf.runtime.runner import CALLED
+from sd_tf.runtime.shapes import Size
 
 
 class JaxPipeline(Chain):
@@ -34,6 +34,8 @@ class JaxPipeline(Chain):
         batch_size: int | None = None,
         height: int | None = None,
         width: int | None = None,
+        batch_sizes: Sequence[int] = (),
+        sizes: Sequence[Size] = (),
         max_steps: int = 100,
         guidance: str = "classifier_free",
         guidance_rescale: float = 0.0,
@@ -47,7 +49,8 @@ class JaxPipeline(Chain):
             mesh: the devices, as `make_mesh` arranges them; None: all, one picture to each.
             precision: of the models. Sampler, guidance, norms and softmax stay float32.
             batch_size: pictures per call of the compiled code; None: one for each data shard.
-            height, width, max_steps, guidance, guidance_rescale: as for an export.
+            height, width, batch_sizes, sizes: as for an export.
+            max_steps, guidance, guidance_rescale: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema` of `open_checkpoint`.
         """
@@ -62,23 +65,26 @@ class JaxPipeline(Chain):
             set_compile_cache(compile_cache)
         checkpoint = open_checkpoint(source, **opening)
         mesh = make_mesh() if mesh is None else mesh
+        if not batch_sizes:
+            batch_sizes = (mesh.shape.get(DATA, 1) if batch_size is None else batch_size,)
         fixed = Fixed(
-            batch_size=mesh.shape.get(DATA, 1) if batch_size is None else batch_size,
+            batch_sizes=batch_sizes,
             height=height,
             width=width,
+            sizes=sizes,
             precision=precision,
             max_steps=max_steps,
             guidance=guidance,
             guidance_rescale=guidance_rescale,
         )
         geometry = geometry_of(checkpoint.config, fixed)
-        check_mesh(mesh, fixed.batch_size)
+        check_mesh(mesh, *geometry.shapes.batch_sizes)
         target = mesh.devices.flat[0].platform
         components = programs.components_of(checkpoint, geometry, precision, target)
         callable_programs = {
             name: {
-                endpoint: component.program(endpoint, mesh, fixed.batch_size)
-                for endpoint in CALLED[name]
+                served: component.program(endpoint, mesh, shape)
+                for served, (endpoint, shape) in programs.called(name, geometry.shapes).items()
             }
             for name, component in components.items()
         }
@@ -89,7 +95,11 @@ class JaxPipeline(Chain):
             fixed,
             {
                 name: ComponentRecord(
-                    CALLED[name], target, component.rewrites.names, {}, origin[name]
+                    tuple(callable_programs[name]),
+                    target,
+                    component.rewrites.names,
+                    {},
+                    origin[name],
                 )
                 for name, component in components.items()
             },
@@ -129,7 +139,7 @@ class JaxPipeline(Chain):
             devices = jax.devices()[: compiled.target.data * compiled.target.model]
             model = compiled.target.model
             mesh = make_mesh(devices, model if len(devices) % model == 0 else 1)
-        check_mesh(mesh, manifest.batch_size)
+        check_mesh(mesh, *manifest.shapes.batch_sizes)
         programs = artifacts.load_programs(folder, compiled, mesh, fallback)
         if compiled.has_weights:
             weights = artifacts.load_weights(folder, compiled, mesh)
@@ -158,9 +168,8 @@ def _weights_of_checkpoint(
             f"{family_of(checkpoint.config)}, {source}"
         )
     fixed = Fixed(
-        batch_size=manifest.batch_size,
-        height=manifest.height,
-        width=manifest.width,
+        batch_sizes=manifest.shapes.batch_sizes,
+        sizes=manifest.shapes.sizes,
         precision=manifest.precision,
         max_steps=manifest.max_steps,
         guidance=manifest.guidance,

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from sd_tf.jax.sharding import place, to_host
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import Runner
+from sd_tf.runtime.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class JaxRunner(Runner):
         super().__init__(manifest, jit_compile=True)
         self._programs, self.weights = programs, weights
 
-    def call(self, component: str, endpoint: str, **inputs) -> dict[str, jax.Array]:
-        return self._programs[component][endpoint](self.weights[component], inputs)
+    def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, jax.Array]:
+        program = self._programs[component][self.signature(component, endpoint, shape)]
+        return program(self.weights[component], inputs)
 
     def to_host(self, value) -> np.ndarray:
         return to_host(value)

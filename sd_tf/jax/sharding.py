@@ -29,16 +29,17 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, model: int = 1) -> Me
     return Mesh(np.reshape(devices, (-1, model)), (DATA, MODEL))
 
 
-def check_mesh(mesh: Mesh, batch_size: int) -> None:
+def check_mesh(mesh: Mesh, *batch_sizes: int) -> None:
+    """Refuse other axes than ours, and batches that the mesh does not divide evenly."""
     if set(mesh.axis_names) != {DATA, MODEL}:
         raise ExportError(
             f"A mesh has the axes {DATA} and {MODEL}; make one with sd_tf.jax.make_mesh. "
             f"Received: {', '.join(map(str, mesh.axis_names))}"
         )
-    if batch_size % mesh.shape[DATA]:
+    if uneven := [size for size in batch_sizes if size % mesh.shape[DATA]]:
         raise ExportError(
             f"The batch is divided evenly among {mesh.shape[DATA]} devices. "
-            f"Received: batch_size={batch_size}"
+            f"Received: batch_size={uneven[0]}"
         )
 
 

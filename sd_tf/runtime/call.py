@@ -15,6 +15,7 @@ import numpy as np
 
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import NONE, CallError, Condition, Kind, Parameter, parameter
+from sd_tf.runtime.shapes import ShapeError, Size
 
 # The uses of a picture that comes with the prompt.
 START, EDIT, PAINT = "start", "edit", "paint"
@@ -22,6 +23,7 @@ USE_OF_LATENT_INPUTS = {"none": START, "image": EDIT, "mask_and_image": PAINT}
 MOST_CHARACTERS = 10_000  # of a prompt
 MOST_GUIDANCE = 1_000_000
 GRAY, WHITE = 128, 255
+SIDES = ("height", "width")
 
 
 def use_of_picture(manifest: Manifest) -> str:
@@ -108,6 +110,20 @@ class Call:
         otherwise=lambda manifest: 1.5,
         goes_with="image",
         taken_by=EDITS,
+    )
+    height: int | None = parameter(
+        Kind.WHOLE,
+        "Height",
+        "pixels of the picture, one of the export's sizes (default: its first)",
+        least=1,
+        shown_by=NONE,  # the page asks for both sides at once
+    )
+    width: int | None = parameter(
+        Kind.WHOLE,
+        "Width",
+        "pixels of the picture, see height",
+        least=1,
+        shown_by=NONE,
     )
     num_steps: int | None = parameter(
         Kind.WHOLE,
@@ -204,13 +220,28 @@ class Call:
 
     def completed(self, manifest: Manifest) -> "Call":
         """Return the call with defaults filled in, each value checked against the export."""
-        values = self._with_defaults(manifest)
+        size = self.size_for(manifest)
+        values = {**self._with_defaults(manifest), **dict(zip(SIDES, size, strict=True))}
         known = self.parameters()
-        checked = {name: _checked(known[name], values, manifest) for name in known}
+        checked = {name: _checked(known[name], values, manifest, size) for name in known}
         if self.files():
             check_image_encoder(manifest)
         manifest.model_calls(checked["scheduler"], checked["num_steps"])
         return replace(self, **checked)
+
+    def size_for(self, manifest: Manifest) -> Size:
+        """Return the size that an export draws for this call; CallError if it does not have it."""
+        known = self.parameters()
+        sides = {
+            name: None if value is None else known[name].check(value)
+            for name in SIDES
+            for value in [getattr(self, name)]
+        }
+        try:
+            return manifest.shapes.size_of(**sides)
+        except ShapeError as error:
+            wrong = "width" if sides["height"] is None else "height"
+            raise CallError(wrong, str(error)) from error
 
     def _with_defaults(self, manifest: Manifest) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.parameters()}
@@ -289,9 +320,8 @@ def needed_pictures(manifest: Manifest) -> list[Parameter]:
     return [one for one in known if one.is_file and one.needed_by.holds(manifest)]
 
 
-def blank_pictures(manifest: Manifest) -> dict[str, np.ndarray]:
+def blank_pictures(manifest: Manifest, shape: Size) -> dict[str, np.ndarray]:
     """Return a value for each needed picture: a gray one, a mask that lets all be painted."""
-    shape = (manifest.height, manifest.width)
     blank = {
         Kind.PICTURE: np.full((*shape, 3), GRAY, "uint8"),
         Kind.MASK: np.full(shape, WHITE, "uint8"),
@@ -307,7 +337,7 @@ def check_image_encoder(manifest: Manifest) -> None:
         )
 
 
-def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest) -> Any:
+def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size: Size) -> Any:
     """Return a parameter's checked value; CallError if the export or another value forbids it."""
     value = values[known.name]
     if value is None:
@@ -324,8 +354,8 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest) -> An
         message = f"{known.name} goes with {known.goes_with}: give both, or neither."
         raise CallError(known.name, message)
     if known.each and known.is_many(value):
-        return [known.check(one, manifest) for one in value]
-    return known.check(value, manifest)
+        return [known.check(one, manifest, size) for one in value]
+    return known.check(value, manifest, size)
 
 
 def _spread(known: Parameter, value: Any, count: int) -> Sequence:

@@ -5,6 +5,7 @@ Runners decide where the models run: as SavedModels in this process (`pipeline`)
 """
 
 import inspect
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request, read_request
 from sd_tf.runtime.runner import Callback, Runner, Watch
+from sd_tf.runtime.shapes import Shape
 from sd_tf.tokenizer.clip import ClipTokenizer
 
 NEEDED = ("text_encoder", "diffusion_model", "decoder")
@@ -65,7 +67,7 @@ class Chain:
         inspect.Parameter("callback", inspect.Parameter.KEYWORD_ONLY, default=None),
         inspect.Parameter("callback_every", inspect.Parameter.KEYWORD_ONLY, default=1),
     )
-    __call__.__doc__ = f"""Make one picture for each prompt, in batches of the exported size.
+    __call__.__doc__ = f"""Make one picture for each prompt, in those batches that cost least.
 
         Pictures are PIL images or uint8 (H, W, 3), masks PIL images or uint8 (H, W). The result's
         `each` has the complete parameters of each picture, its `seeds` the seeds.
@@ -79,8 +81,10 @@ class Chain:
 
     def _make(self, request: Request, watch: Watch) -> tuple[np.ndarray, dict[str, float]]:
         """Divide the batches among the replicas; return all pictures and each stage's seconds."""
-        batch, count = self.manifest.batch_size, len(request.each)
-        chunks = [range(i, i + batch) for i in range(0, count, batch)]
+        count = len(request.each)
+        batches = self.manifest.shapes.divided(count)
+        ends = list(itertools.accumulate(batches))
+        chunks = [range(end - batch, end) for end, batch in zip(ends, batches, strict=True)]
         jobs = [(chunk, self._tokens(request, chunk)) for chunk in chunks]
         shares = [jobs[i :: len(self._replicas)] for i in range(len(self._replicas))]
 
@@ -95,14 +99,32 @@ class Chain:
         done.sort(key=lambda item: item[0].start)
         timings = {}
         for _, (_, seconds) in done:
-            for name, value in seconds.items():
-                timings[name] = timings.get(name, 0.0) + value
+            _add(timings, seconds)
         return np.concatenate([images for _, (images, _) in done])[:count], timings
 
-    def warm_up(self) -> dict[str, float]:
-        """Compile everything that a call needs; return the seconds of each stage."""
-        prompts = [""] * (self.manifest.batch_size * len(self._replicas))
-        return self(prompts, num_steps=1, seed=0, **blank_pictures(self.manifest)).timings
+    def warm_up(self, shapes: Sequence[Shape] | None = None) -> dict[str, float]:
+        """Compile everything that calls of these shapes need; return the seconds of each stage.
+
+        `shapes` None: the export's first.
+        """
+        total: dict[str, float] = {}
+        for shape in [self.manifest.shapes.first] if shapes is None else shapes:
+            blank = blank_pictures(self.manifest, self.manifest.shapes.checked(shape).size)
+            call = Call(
+                [""] * shape.batch_size,
+                height=shape.height,
+                width=shape.width,
+                num_steps=1,
+                seed=0,
+                **blank,
+            )
+            request = read_request(self.manifest, call)
+            for replica in self._replicas:
+                chunk = range(shape.batch_size)
+                tokens = self._tokens(request, chunk)
+                _, seconds = replica.run(request, chunk, tokens, Watch(None, 1))
+                _add(total, seconds)
+        return {**total, "total": sum(total.values())}
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures: a preview."""
@@ -124,6 +146,11 @@ class Chain:
         if request.shared.negative_prompt is not None:
             tokens["negative_tokens"] = ids(request.chunk("negative_prompt", chunk))
         return tokens
+
+
+def _add(total: dict[str, float], seconds: dict[str, float]) -> None:
+    for name, value in seconds.items():
+        total[name] = total.get(name, 0.0) + value
 
 
 def open_export(folder: Path) -> tuple[Manifest, dict[str, ClipTokenizer]]:

@@ -12,10 +12,11 @@ from typing import Any
 
 from sd_tf.config import AUTOENCODER, LatentScale
 from sd_tf.errors import SdTfError
+from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 4  # 4: each component names its checkpoint
+FORMAT_VERSION = 5  # 5: several sizes and batches
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
 
@@ -118,10 +119,7 @@ class SchedulerRecord:
 @dataclass(frozen=True)
 class Manifest:
     family: str
-    batch_size: int
-    height: int
-    width: int
-    latent_shape: tuple[int, int, int]
+    shapes: Shapes
     precision: str
     max_steps: int
     schedulers: dict[str, SchedulerRecord]
@@ -261,6 +259,20 @@ def _from_version_3(content: dict[str, Any]) -> None:
             "sha256": {part: x for part, x in whole["sha256"].items() if serves(name, part)},
         }
 
+    _from_version_4(content)
+
+
+def _from_version_4(content: dict[str, Any]) -> None:
+    """Make a list of the one shape; a latent has so many pixels as its picture has to one of it."""
+    height, width = content.pop("height"), content.pop("width")
+    latent_height, _, channels = content.pop("latent_shape")
+    content["shapes"] = {
+        "sizes": [[height, width]],
+        "batch_sizes": [content.pop("batch_size")],
+        "downscale": height // latent_height,
+        "latent_channels": channels,
+    }
+
 
 def serves(component: str, part: str) -> bool:
     """Return whether an export's component computes with the weights of a checkpoint's part."""
@@ -269,7 +281,7 @@ def serves(component: str, part: str) -> bool:
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")
 
 
-UPGRADES = {2: _from_version_2, 3: _from_version_3}
+UPGRADES = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4}
 
 LARGE = 1 << 26
 

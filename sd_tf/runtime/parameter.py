@@ -11,6 +11,7 @@ import numpy as np
 from sd_tf.errors import SdTfError
 from sd_tf.runtime import pictures
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.shapes import Size
 
 SHOWN = 60  # characters of a wrong value in a message
 INFINITE = float("inf")
@@ -136,13 +137,16 @@ class Parameter:
             return value.ndim == RANKS.get(self.kind, 0) + 1
         return self.each and isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
-    def check(self, value: Any, manifest: Manifest | None = None) -> Any:
+    def check(self, value: Any, manifest: Manifest | None = None, size: Size | None = None) -> Any:
         """Return one value as the models take it; CallError where it breaks the rule.
 
         What depends on an export is checked only where its manifest is given.
+
+        Args:
+            size: of the pictures; None: the export's first.
         """
         if self.is_file or self.kind is Kind.ARRAY:
-            return self._array(value, manifest)
+            return self._array(value, manifest, manifest.shapes.sizes[0] if size is None else size)
         checked = READERS[self.kind](value)
         if checked is None or not self._is_within(checked, manifest):
             raise self.refusal(value, manifest)
@@ -176,18 +180,17 @@ class Parameter:
             and (most is None or size <= most)
         )
 
-    def _array(self, value: Any, manifest: Manifest) -> np.ndarray:
-        size = (manifest.width, manifest.height)
+    def _array(self, value: Any, manifest: Manifest, size: Size) -> np.ndarray:
         try:
             if self.kind is Kind.PICTURE:
-                return pictures.levels(value, size)
+                return pictures.levels(value, size[::-1])
             if self.kind is Kind.MASK:
-                return pictures.grays(value, size)
+                return pictures.grays(value, size[::-1])
         except ValueError as error:
             raise CallError(self.name, f"{self.name}: {error}") from error
-        array = np.asarray(value, "float32")
-        if array.shape != tuple(manifest.latent_shape):
-            message = f"{self.name} has the shape {tuple(manifest.latent_shape)} for each picture"
+        array, shape = np.asarray(value, "float32"), manifest.shapes.latent(size)
+        if array.shape != shape:
+            message = f"{self.name} has the shape {shape} for each picture"
             raise CallError(self.name, f"{message}. Received: {array.shape}")
         return array
 

@@ -15,6 +15,7 @@ from sd_tf.runtime.compile_cache import publish, set_compile_cache
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.runner import Callback, Runner
 from sd_tf.runtime.saved_model import SavedModel, best_device, tell_misfit
+from sd_tf.runtime.shapes import Shape
 
 __all__ = [
     "Callback",
@@ -94,8 +95,8 @@ class SavedModelRunner(Runner):
                 self.loaded[name] = self._load(name)
         return self.loaded[name]
 
-    def call(self, component: str, endpoint: str, **inputs) -> dict[str, np.ndarray]:
-        outputs = self.component(component).run(self.signature(component, endpoint), inputs)
+    def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, np.ndarray]:
+        outputs = self.component(component).run(self.signature(component, endpoint, shape), inputs)
         publish()
         return outputs
 

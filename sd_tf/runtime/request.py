@@ -7,6 +7,7 @@ import numpy as np
 
 from sd_tf.runtime.call import EDIT, Call, use_of_picture
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.sampling.tables import start_row
 
 # SDXL's refiner is conditioned on how beautiful a picture is to be.
@@ -28,6 +29,15 @@ class Request:
     def shared(self) -> Call:
         """The first picture's call, for the values that all pictures share."""
         return self.each[0]
+
+    @property
+    def size(self) -> Size:
+        """The pictures' height and width."""
+        return self.shared.height, self.shared.width
+
+    def shape(self, chunk: range) -> Shape:
+        """Return the shape that makes a chunk."""
+        return Shape(len(chunk), *self.size)
 
     def chunk(self, name: str, chunk: range) -> list:
         """Return a parameter's values for a chunk; beyond the last picture its value repeats."""
@@ -56,7 +66,7 @@ def _time_ids(manifest: Manifest, call: Call) -> tuple[np.ndarray | None, np.nda
     """Return SDXL's size numbers for the prompt and for the negative prompt."""
     if not manifest.time_ids:
         return None, None
-    size = (manifest.height, manifest.width)
+    size = (call.height, call.width)
     corner = (0, 0) if call.crop_top_left is None else call.crop_top_left
     ids = [*(size if call.original_size is None else call.original_size), *corner]
     if manifest.time_ids == 5:

@@ -12,6 +12,7 @@ from sd_tf.runtime.call import EDIT, use_of_picture
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request
+from sd_tf.runtime.shapes import Shape
 
 PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
 # Component → the endpoints that a runner calls. JAX compiles these and no others, and Ray compiles
@@ -45,25 +46,28 @@ class Runner(ABC):
         self.jit_compile = jit_compile
 
     @abstractmethod
-    def call(self, component: str, endpoint: str, **inputs) -> Mapping[str, Any]:
-        """Run one endpoint; return outputs that `to_host` and another `call` take."""
+    def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> Mapping[str, Any]:
+        """Run one endpoint for a shape; return outputs that `to_host` and another `call` take."""
 
     def to_host(self, value) -> np.ndarray:
         return np.asarray(value)
 
-    def signature(self, component: str, endpoint: str) -> str:
+    def signature(self, component: str, endpoint: str, shape: Shape) -> str:
         """Return the endpoint's signature: the compiled one, or its plain twin if it has one."""
         known = self.manifest.components[component].signatures
-        if endpoint not in known:
+        compiled = self.manifest.shapes.signature(endpoint, shape)
+        if compiled not in known:
             raise ExportError(
-                f"The export's {component} has no signature {endpoint!r}: it was made by an older "
+                f"The export's {component} has no signature {compiled!r}: it was made by an older "
                 f"sd_tf. Export again."
             )
-        name = endpoint if self.jit_compile else PLAIN + endpoint
-        return name if name in known else endpoint
+        name = compiled if self.jit_compile else PLAIN + compiled
+        return name if name in known else compiled
 
     def decode(self, latents) -> np.ndarray:
-        outputs = self.call("decoder", "serving_default", latent=latents)
+        """Decode latents (B, h, w, c), of any shape that the export serves."""
+        shape = self.manifest.shapes.of_latents(latents.shape)
+        outputs = self.call("decoder", "serving_default", shape, latent=latents)
         return self.to_host(outputs["generated_images"])
 
     def encode(self, images) -> np.ndarray:
@@ -71,20 +75,21 @@ class Runner(ABC):
         return self.manifest.latent_scale.apply(self._posterior_mode(images))
 
     def _posterior_mode(self, images) -> np.ndarray:
-        latent = self.call("image_encoder", "serving_default", images=images)["latent"]
+        shape = Shape(*images.shape[:3])
+        latent = self.call("image_encoder", "serving_default", shape, images=images)["latent"]
         return self.to_host(latent)
 
     def run(self, request: Request, chunk: range, tokens: Mapping[str, np.ndarray], watch: Watch):
         """Make one batch; return its pictures (B, H, W, 3) and the seconds of each stage."""
-        clock = Clock()
+        clock, shape = Clock(), request.shape(chunk)
         endpoint = "encode" if "negative_tokens" in tokens else "serving_default"
-        conditions = dict(self.call("text_encoder", endpoint, **tokens))
+        conditions = dict(self.call("text_encoder", endpoint, shape, **tokens))
         self.to_host(conditions["context"])  # waits until it is computed
         clock.stop("text_encoder")
         if request.time_ids is not None:
-            shape = (len(chunk), len(request.time_ids))
-            conditions["time_ids"] = np.broadcast_to(request.time_ids, shape)
-            conditions["unconditional_time_ids"] = np.broadcast_to(request.negative_time_ids, shape)
+            both = {"": request.time_ids, "unconditional_": request.negative_time_ids}
+            for prefix, ids in both.items():
+                conditions[f"{prefix}time_ids"] = np.broadcast_to(ids, (len(chunk), len(ids)))
         image_latent = self._encode_images(request, chunk, conditions)
         if request.shared.image is not None:
             clock.stop("image_encoder")
@@ -106,11 +111,9 @@ class Runner(ABC):
 
         has_mask = request.shared.mask is not None
         if has_mask:
-            height, width, _ = self.manifest.latent_shape
-            rows = np.arange(height) * self.manifest.height // height
-            columns = np.arange(width) * self.manifest.width // width
+            step = self.manifest.shapes.downscale
             paint = np.stack(request.chunk("mask", chunk))[..., None] >= PAINTED
-            conditions["mask"] = paint[:, rows][:, :, columns].astype("float32")
+            conditions["mask"] = paint[:, ::step, ::step].astype("float32")
             conditions["masked_image_latent"] = self.encode(np.where(paint, np.float32(0), image))
         return self.encode(image) if request.start > 0 or not has_mask else None
 
@@ -129,6 +132,7 @@ class Runner(ABC):
             state = self.call(
                 "diffusion_model",
                 "segment",
+                request.shape(chunk),
                 **state,
                 **inputs,
                 first=np.int32(request.start),
@@ -143,23 +147,25 @@ class Runner(ABC):
 
     def _begin(self, request: Request, chunk: range, seeds, steps, image_latent) -> dict[str, Any]:
         """Return the state before the first model call: noise, or a picture with noise."""
+        shape = request.shape(chunk)
         if request.shared.noise is None:
-            noise = self.call("diffusion_model", "noise", seed=seeds)["noise"]
+            noise = self.call("diffusion_model", "noise", shape, seed=seeds)["noise"]
         else:
             noise = np.stack(request.chunk("noise", chunk))
         if image_latent is None:
-            state = self.call("diffusion_model", "begin", noise=noise, **steps)
+            state = self.call("diffusion_model", "begin", shape, noise=noise, **steps)
         else:
             state = self.call(
                 "diffusion_model",
                 "begin_image",
+                shape,
                 noise=noise,
                 image_latent=image_latent,
                 start=np.int32(request.start),
                 **steps,
             )
-        shape = (self.manifest.history, len(chunk), *self.manifest.latent_shape)
-        history = np.zeros(shape, "float32")
+        latent_shape = self.manifest.shapes.latent(request.size)
+        history = np.zeros((self.manifest.history, len(chunk), *latent_shape), "float32")
         return {"latent": state["latent"], "history": history}
 
     def _scales(self, request: Request) -> dict[str, np.ndarray]:

@@ -77,11 +77,7 @@ def evaluate(
     """Measure, write `evaluation.json` and the sheets into `folder`, and return the figures."""
     if options.prompts < 1:
         raise TrainingError(f"`prompts` must be at least 1. Received: {options.prompts}")
-    if pipe.manifest.height != pipe.manifest.width:
-        raise TrainingError(
-            f"The oracle reads square pictures only. The export's are "
-            f"{pipe.manifest.width}×{pipe.manifest.height}."
-        )
+    side_of(pipe)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "checkpoint": pipe.manifest.checkpoint,
@@ -162,10 +158,20 @@ def negative_prompts(pipe, options: EvaluationOptions) -> list[dict]:
     ]
 
 
+def side_of(pipe) -> int:
+    """Return the width and height of the export's first size; refuse one that is not square."""
+    height, width = pipe.manifest.shapes.first.size
+    if height != width:
+        raise TrainingError(
+            f"The oracle reads square pictures only. The export's are {width}×{height}."
+        )
+    return height
+
+
 def reconstruction(pipe) -> float:
     """Return the mean PSNR in dB of unseen scenes after image encoder and decoder."""
-    scenes = World(RECONSTRUCTED, pipe.manifest.height, UNSEEN_WORLD)
-    batch = pipe.manifest.batch_size
+    scenes = World(RECONSTRUCTED, side_of(pipe), UNSEEN_WORLD)
+    batch = pipe.manifest.shapes.first.batch_size
     values = []
     for start in range(0, RECONSTRUCTED, batch):
         indices = [min(start + i, RECONSTRUCTED - 1) for i in range(batch)]

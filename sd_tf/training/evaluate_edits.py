@@ -12,7 +12,7 @@ import numpy as np
 
 from sd_tf.runtime.psnr import psnr
 from sd_tf.training import world
-from sd_tf.training.evaluate import MOST_DECIBELS, RESULT_FILE, sheet
+from sd_tf.training.evaluate import MOST_DECIBELS, RESULT_FILE, sheet, side_of
 from sd_tf.training.pairs import WorldPairs
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.captions import EVALUATION_SEED
@@ -78,11 +78,7 @@ def evaluate(
         raise TrainingError(
             f"Measuring edits needs an InstructPix2Pix export. Received: {pipe.manifest.family}"
         )
-    if pipe.manifest.height != pipe.manifest.width:
-        raise TrainingError(
-            f"The oracle reads square pictures only. The export's are "
-            f"{pipe.manifest.width}×{pipe.manifest.height}."
-        )
+    side_of(pipe)
     folder.mkdir(parents=True, exist_ok=True)
     scales = (options.guidance_scale, options.image_guidance_scale)
     content = {"checkpoint": pipe.manifest.checkpoint, "options": asdict(options), "splits": {}}
@@ -122,7 +118,7 @@ def _measured(
             seed=0,
         ).images
 
-    return measure(edit, WorldPairs(options.pairs, pipe.manifest.height, EVALUATION_SEED, split))
+    return measure(edit, WorldPairs(options.pairs, side_of(pipe), EVALUATION_SEED, split))
 
 
 def measure(edit: Callable[[list[str], np.ndarray], np.ndarray], pairs: WorldPairs):

@@ -60,7 +60,7 @@ class Painter:
             part = component(
                 name, self.config, geometry, "float32", self.tokenizer(""), self._model
             )
-            return part.endpoints()["serving_default"].function(**inputs)
+            return part.endpoints(geometry.shapes.first)["serving_default"].function(**inputs)
 
         inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenizer(prompts)))
         inputs |= {name: ops.convert_to_tensor(x, "float32") for name, x in scales.items()}

@@ -224,11 +224,13 @@ def test_a_step_that_is_told_the_guidance_scale(small_pipelines, tmp_path):
         "diffusion_model", config, geometry, "float32", np.zeros((1, 77), "int32"), lambda *_: model
     )
     rng = np.random.default_rng(8)
-    noise = rng.standard_normal((2, *geometry.latent_shape)).astype("float32")
+    noise = rng.standard_normal((2, *geometry.shapes.latent(geometry.shapes.first.size))).astype(
+        "float32"
+    )
     context = rng.standard_normal((2, 77, config.denoiser.context_dim)).astype("float32")
     found = []
     for scale in (1.0, 8.5):
-        ours = part.endpoints()["from_noise"].function(
+        ours = part.endpoints(geometry.shapes.first)["from_noise"].function(
             noise=noise,
             context=context,
             unconditional_context=context,

@@ -27,6 +27,7 @@ from tests.peer_pipelines import (
     channels_first,
     check_pictures,
     check_text_to_image,
+    first_latent,
     pin_noise,
     psnr,
 )
@@ -120,7 +121,7 @@ def test_noise_in_every_step(pair, monkeypatch):
     seed = 42
 
     def stream(number):
-        return channels_first(np.asarray(normal([seed], number, pair.ours.manifest.latent_shape)))
+        return channels_first(np.asarray(normal([seed], number, first_latent(pair.ours.manifest))))
 
     fresh = (stream(step + 1) for step in range(STEPS))
     module = sys.modules[diffusers.EulerAncestralDiscreteScheduler.__module__]
@@ -182,7 +183,7 @@ def test_refiner(pair, monkeypatch):
 @of("instruct-pix2pix", "sdxl-instruct-pix2pix")
 def test_edits(pair, monkeypatch, sampler, guidance):
     """Two guidances over three model outputs; the picture's latents are not scaled."""
-    shape = pair.ours.manifest.latent_shape
+    shape = first_latent(pair.ours.manifest)
     streams = [channels_first(np.asarray(normal([7], i, shape))) for i in range(STEPS + 1)]
     fresh = iter(streams[1:])
     module = sys.modules[diffusers.EulerAncestralDiscreteScheduler.__module__]

@@ -117,6 +117,7 @@ class Size:
         flags |= {"precision": self.options.precision, "target": self.options.device}
         export_seconds = folders.export(self.checkpoint, self.export_dir, flags)
         self.manifest = manifest = Manifest.read(self.export_dir)
+        latent_shape = manifest.shapes.latent(manifest.shapes.first.size)
         if manifest.family != "sd1" or manifest.latent_inputs != "none":
             raise BenchError(
                 f"Peers are compared on Stable Diffusion 1, text to image. "
@@ -126,7 +127,7 @@ class Size:
             inputs.write,
             self.run_folder / "inputs.npz",
             str(self.checkpoint),
-            manifest.latent_shape,
+            latent_shape,
             self.options.steps,
         )
         peers = list(self.options.peers)
@@ -142,7 +143,7 @@ class Size:
         return {
             "size": self.size,
             "export_seconds": export_seconds,
-            "unet_flops": apart(unet_flops, self.checkpoint, manifest.latent_shape),
+            "unet_flops": apart(unet_flops, self.checkpoint, latent_shape),
             "matmul_gflops": {name: max(found[name] for found in matmul) for name in matmul[0]},
             "engines": engines,
             "left_out": self.left_out,

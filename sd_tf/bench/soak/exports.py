@@ -118,8 +118,8 @@ def expected(exports: Mapping[str, Path], compile_cache: Path) -> dict[str, Pict
                 component: runners[name] for component, name in zip(COMPONENTS, names, strict=True)
             }
 
-        def call(self, component, endpoint, **inputs):
-            return self.chosen[component].call(component, endpoint, **inputs)
+        def call(self, component, endpoint, shape, **inputs):
+            return self.chosen[component].call(component, endpoint, shape, **inputs)
 
     drawn, firsts = {}, []
     for names in itertools.product(exports, repeat=len(COMPONENTS)):

@@ -18,6 +18,7 @@ from sd_tf.runtime.chain import NEEDED, Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.request import Request
 from sd_tf.runtime.runner import Runner, Watch
+from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.client.transports import (
     DEADLINE_EXCEEDED,
     TRANSPORTS,
@@ -138,11 +139,11 @@ class ServerRunner(Runner):
         finally:
             self._batch.version = None
 
-    def call(self, component: str, endpoint: str, **inputs) -> dict[str, np.ndarray]:
+    def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, np.ndarray]:
         version = getattr(self._batch, "version", None)
         if version is None:
             version = self._choose([component])
-        signature = self.signature(component, endpoint)
+        signature = self.signature(component, endpoint, shape)
         arrays = {name: np.asarray(value) for name, value in inputs.items()}
 
         def predict(timeout: float) -> dict[str, np.ndarray]:

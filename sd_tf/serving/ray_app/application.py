@@ -20,6 +20,8 @@ LOGGING = {"encoding": "JSON", "enable_access_log": True}
 def build(settings: Settings):
     """Build the application for `serve.run`."""
     manifest = Manifest.read(settings.export_dir)
+    for shape in settings.warm_up or ():
+        manifest.shapes.checked(shape)
     settings = with_scales(settings, list(manifest.components))
     models = {
         name: serve.deployment(ModelReplica, name=name)
@@ -29,6 +31,7 @@ def build(settings: Settings):
             name,
             settings.jit_compile,
             settings.compile_cache,
+            settings.warm_up,
             settings.warm_up_all,
             settings.keep_old,
         )

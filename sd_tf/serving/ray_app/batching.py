@@ -1,6 +1,7 @@
 """Put the pictures of several callers together into batches of the exported size."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +68,11 @@ class Job:
 
 
 class Batcher:
-    """A bounded queue that returns the oldest job, and the jobs that fit into its batch."""
+    """A bounded queue that returns jobs in batches of those that fit together.
+
+    The oldest job comes first. While its batch waits for more, complete batches of other jobs, of
+    another size for instance, go ahead.
+    """
 
     def __init__(self, size: int, wait: float, limit: int):
         """Make a queue for batches of `size`.
@@ -79,6 +84,8 @@ class Batcher:
         """
         self.size, self.wait, self.limit = size, wait, limit
         self._waiting: list[Job] = []
+        self._oldest: Job | None = None  # whose batch waits for more, and until when
+        self._until = 0.0
         self._changed = asyncio.Condition()
 
     def __len__(self) -> int:
@@ -106,18 +113,20 @@ class Batcher:
         async with self._changed:
             while True:
                 await self._changed.wait_for(lambda: self._waiting)
-                end = time.monotonic() + self.wait
-                while 0 < len(self._batch()) < self.size and (left := end - time.monotonic()) > 0:
-                    try:
-                        await asyncio.wait_for(self._changed.wait(), left)
-                    except TimeoutError:
-                        break
-                if batch := self._batch():
+                if batch := self._next():
                     self._waiting = [job for job in self._waiting if job not in batch]
                     return batch
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self._until - time.monotonic())
 
-    def _batch(self) -> list[Job]:
-        if not self._waiting:
-            return []
-        together = self._waiting[0].together
-        return [job for job in self._waiting if job.together == together][: self.size]
+    def _next(self) -> list[Job]:
+        """Return the batch that is to be drawn now, or none while the oldest waits for more."""
+        oldest = self._waiting[0]
+        if oldest is not self._oldest:
+            self._oldest, self._until = oldest, time.monotonic() + self.wait
+        batches: dict[Together, list[Job]] = {}
+        for job in self._waiting:
+            batches.setdefault(job.together, []).append(job)
+        if time.monotonic() >= self._until:
+            return batches[oldest.together][: self.size]
+        return next((jobs[: self.size] for jobs in batches.values() if len(jobs) >= self.size), [])

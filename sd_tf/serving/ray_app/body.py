@@ -13,6 +13,7 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import NONE, Kind, Parameter, parameter
 from sd_tf.runtime.pictures import PictureError, open_picture
 from sd_tf.runtime.request import read_request
+from sd_tf.runtime.shapes import Shapes
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Events, Job, Together
 
@@ -194,7 +195,23 @@ def form_fields(
         if known.choices is not None:
             field["choices"] = list(known.choices(manifest))
         fields.append(field)
+    if len(manifest.shapes.sizes) > 1:
+        fields.append(_size_field(manifest.shapes))
     return fields
+
+
+def _size_field(shapes: Shapes) -> dict[str, Any]:
+    """Describe the page's choice among sizes, which it sends as height and width."""
+    return {
+        "name": "size",
+        "kind": "size",
+        "label": "Size",
+        "help": "width × height in pixels",
+        "choices": shapes.sizes,
+        "default": "{}x{}".format(*shapes.sizes[0]),
+        "required": True,
+        "goes_with": None,
+    }
 
 
 def _picture(name: str, content: str) -> Image.Image:

@@ -57,7 +57,7 @@ class Drawing:
     async def begin(self) -> None:
         """Take up the export, and draw what is put into the queue."""
         await self.takeover.begin()
-        self.batcher.size = self.served.manifest.batch_size
+        self.batcher.size = self.served.manifest.shapes.largest_batch
         self.tasks += [asyncio.create_task(self._lane()) for _ in range(self.lanes)]
         if self.settings.watch:
             self.tasks.append(asyncio.create_task(self._watch()))
@@ -137,7 +137,7 @@ class Drawing:
         is_again = False
         while jobs:
             served = self.served
-            size = served.manifest.batch_size
+            size = served.manifest.shapes.largest_batch
             try:
                 await self._draw_with(served, jobs[:size])
             except StaleError:  # a new export is in place: draw with it from the start
@@ -201,7 +201,7 @@ class Drawing:
 
     async def _take_up(self) -> None:
         await self.takeover.change()
-        self.batcher.size = self.served.manifest.batch_size
+        self.batcher.size = self.served.manifest.shapes.largest_batch
 
     async def _watch(self) -> None:
         """Take up each new export in the folder, without interrupting requests."""

@@ -119,6 +119,7 @@ class Front:
 
     async def about(self) -> Response:
         manifest, settings = self.drawing.served.manifest, self.settings
+        shapes = manifest.shapes
         most_steps = {name: scheduler.most_steps for name, scheduler in manifest.schedulers.items()}
         return JSONResponse(
             {
@@ -126,9 +127,11 @@ class Front:
                 "checkpoint": manifest.checkpoint,
                 "export": self.drawing.served.digest,
                 "version": self.drawing.served.version,
-                "width": manifest.width,
-                "height": manifest.height,
-                "batch_size": manifest.batch_size,
+                "width": shapes.first.width,
+                "height": shapes.first.height,
+                "batch_size": shapes.first.batch_size,
+                "sizes": shapes.sizes,
+                "batch_sizes": shapes.batch_sizes,
                 "schedulers": most_steps,
                 "use_of_picture": use_of_picture(manifest),
                 "fields": form_fields(manifest, self._defaults(manifest), settings.max_count),

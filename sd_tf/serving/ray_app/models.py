@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.manifest import FILE_NAME, Manifest, file_hash
 from sd_tf.runtime.runner import CALLED, PLAIN
+from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.devices import see_reserved_gpus
 
 LOOP = "diffusion_model"  # has signatures that take long to compile and that only clients call
@@ -34,6 +36,7 @@ class ModelReplica:
         component: str,
         jit_compile: bool,
         compile_cache: str | None,
+        warm_up: Sequence[Shape] | None,
         warm_up_all: bool,
         keep_old: float,
     ):
@@ -44,7 +47,8 @@ class ModelReplica:
 
             set_compile_cache(compile_cache)
         self.folder, self.component = Path(export_dir), component
-        self.jit_compile, self.warm_up_all, self.keep_old = jit_compile, warm_up_all, keep_old
+        self.jit_compile, self.keep_old = jit_compile, keep_old
+        self.warm_up, self.warm_up_all = warm_up, warm_up_all
         self._loaded: dict[str, Any] = {}  # digest of an export → its Servable
         self._descriptions: dict[str, dict[str, bytes]] = {}  # the same → see `description_of`
         self._releases: dict[str, asyncio.TimerHandle] = {}  # of exports that are served no more
@@ -156,17 +160,24 @@ class ModelReplica:
         from sd_tf.serving.tf_serving import warmup
         from sd_tf.serving.tf_serving.predict import ModelServer
 
-        known = [name for name in servable.signature_defs if servable.signature(name) is not None]
-        names = warmup.wanted(sorted(known), self.jit_compile)
-        if not self.warm_up_all and self.component == LOOP:
-            twins = {name.removeprefix(PLAIN): name for name in names}
-            names = [twins[name] for name in CALLED[LOOP] if name in twins]
         manifest = Manifest.read(self.folder)
+        known = [name for name in servable.signature_defs if servable.signature(name) is not None]
+        names = [
+            name
+            for name in warmup.wanted(sorted(known), self.jit_compile)
+            if self._is_warmed_up(*manifest.shapes.endpoint_of(name))
+        ]
         server = ModelServer({self.component: {1: servable}})
         for request in warmup.requests(
             servable.signature_defs, names, self.component, self.folder, manifest
         ):
             server.predict(request)
+
+    def _is_warmed_up(self, endpoint: str, shape: Shape) -> bool:
+        if self.warm_up is not None and shape not in self.warm_up:
+            return False
+        is_called = endpoint.removeprefix(PLAIN) in CALLED[self.component]
+        return self.warm_up_all or self.component != LOOP or is_called
 
     def _prolong(self, digest: str) -> None:
         """Release an export that is still called `keep_old` seconds after this call."""

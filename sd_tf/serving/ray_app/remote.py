@@ -8,6 +8,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from sd_tf.runtime import retry
 from sd_tf.runtime.runner import Runner
+from sd_tf.runtime.shapes import Shape
 
 RETRIES = 5
 LOST = (RayActorError, DeploymentUnavailableError)
@@ -33,13 +34,13 @@ class RayRunner(Runner):
         super().__init__(manifest, jit_compile)
         self._handles, self._digest, self._loop = handles, digest, loop
 
-    def call(self, component: str, endpoint: str, **inputs) -> dict[str, np.ndarray]:
+    def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, np.ndarray]:
         arrays = {name: np.asarray(value) for name, value in inputs.items()}
         question = ask(
             self._handles[component],
             "run",
             self._digest,
-            self.signature(component, endpoint),
+            self.signature(component, endpoint, shape),
             arrays,
         )
         return asyncio.run_coroutine_threadsafe(question, self._loop).result()

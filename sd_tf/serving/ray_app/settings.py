@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from sd_tf.runtime.call import Call
+from sd_tf.runtime.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Settings:
     api_key_hash: bytes | None = field(default=None, repr=False)
     jit_compile: bool = True
     compile_cache: str | None = None
+    warm_up: tuple[Shape, ...] | None = None  # shapes compiled at the start; None: all
     warm_up_all: bool = False
     scales: dict[str, Scale] = field(default_factory=dict)  # component, or "front"
     max_queue: int = 64  # pictures that wait in a front, and TensorFlow Serving calls in flight

@@ -25,6 +25,7 @@ from tensorflow_serving.apis import (
 
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.saved_model import SavedModel, best_device, message_of, tell_misfit
+from sd_tf.runtime.shapes import Shapes
 
 DEFAULT_SIGNATURE = "serving_default"
 SIGNATURE_DEF = "signature_def"  # the only metadata field
@@ -48,10 +49,10 @@ def invalid(message: str) -> ModelError:
 class Servable:
     """One loaded SavedModel, and the signatures that its file describes."""
 
-    def __init__(self, folder: Path, name: str, batch_size: int):
+    def __init__(self, folder: Path, name: str, shapes: Shapes):
         # Requests to the other components run almost only code that XLA compiles.
         self._loaded = SavedModel(folder, name, optimize=name == "text_encoder")
-        self.batch_size = batch_size
+        self._shapes = shapes
 
     @property
     def signature_defs(self) -> dict[str, meta_graph_pb2.SignatureDef]:
@@ -59,6 +60,11 @@ class Servable:
 
     def signature(self, name: str) -> meta_graph_pb2.SignatureDef | None:
         return self.signature_defs[name] if self._loaded.runs(name) else None
+
+    def batch_size(self, signature: str) -> int:
+        """Return the batch of the shape that a signature serves."""
+        _, shape = self._shapes.endpoint_of(signature)
+        return shape.batch_size
 
     def run(self, signature: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         try:
@@ -79,7 +85,7 @@ def load(export_dir: str | Path, components: Iterable[str]) -> dict[str, Servabl
             f"{', '.join(manifest.components)}. Received: {', '.join(unknown)}"
         )
     tell_misfit(manifest, best_device(), names)
-    return {name: Servable(folder, name, manifest.batch_size) for name in names}
+    return {name: Servable(folder, name, manifest.shapes) for name in names}
 
 
 class ModelServer:
@@ -109,7 +115,7 @@ class ModelServer:
             raise ModelError(
                 tf.errors.FAILED_PRECONDITION, f'Serving signature key "{name}" not found.'
             )
-        inputs = self._inputs(signature, request.inputs, servable.batch_size)
+        inputs = self._inputs(signature, request.inputs, servable.batch_size(name))
         wanted = _outputs(signature, request.output_filter)
         outputs = servable.run(name, inputs)
         response = predict_pb2.PredictResponse()

@@ -3,12 +3,14 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
 from sd_tf.files import atomic
 from sd_tf.runtime.manifest import VERSION_FOLDER, Manifest
+from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, templates, warmup
 from sd_tf.serving.tf_serving.configs import CANARY, PREVIOUS, STABLE, ServedModel
 from sd_tf.serving.tf_serving.deployment import (
@@ -59,12 +61,14 @@ def publish(
     canary: int | None,
     settings: Settings,
     keep_old: bool = False,
+    warm_up: Sequence[Shape] | None = None,
 ) -> Labels:
     """Add a version to a new or existing folder; without an export, label its versions anew.
 
     The version becomes stable. If it is the canary, the stable version remains. Its SavedModels are
     complete before any file names them. With `keep_old` the version that was stable is served on,
-    labelled previous, until the folder is labelled again.
+    labelled previous, until the folder is labelled again. `warm_up` lists the shapes whose
+    signatures the server compiles before it serves them; None: all.
     """
     settings.check()
     for name, number in (("version", version), ("canary_version", canary)):
@@ -76,6 +80,8 @@ def publish(
         manifest = Manifest.read(export)
         manifest.check_files(export)
         _check_device(manifest, settings)
+        shapes = manifest.shapes
+        warm_up = shapes.all if warm_up is None else [shapes.checked(one) for one in warm_up]
     there = _complete_versions(out)
     if export is not None and version in there:
         raise ServingError(
@@ -87,7 +93,7 @@ def publish(
     if manifest is not None:
         out.mkdir(parents=True, exist_ok=True)
         settings.write(out)
-        _add_version(export, out, version, manifest, settings)
+        _add_version(export, out, version, manifest, settings, warm_up)
     write_configs(out, labels, settings)
     return labels
 
@@ -95,11 +101,11 @@ def publish(
 def _check_device(manifest: Manifest, settings: Settings) -> None:
     if not settings.xla or (misfit := manifest.misfit(settings.device)) is None:
         return
-    checkpoint = next(iter(manifest.checkpoint.values()))["name"]
+    checkpoint, shapes = next(iter(manifest.checkpoint.values()))["name"], manifest.shapes
     raise ServingError(
         f"{misfit}. Export for a {settings.device}:\n"
         f"    sd-tf export --checkpoint {checkpoint} --target {settings.device} "
-        f"--batch_size {manifest.batch_size} --height {manifest.height} --width {manifest.width} "
+        f"--sizes {shapes.sizes_text} --batch_sizes {','.join(map(str, shapes.batch_sizes))} "
         f"--precision {manifest.precision} --max_steps {manifest.max_steps} --out FOLDER\n"
         f"or serve this one by another `device`, or without XLA (--nojit_compile)."
     )
@@ -178,17 +184,23 @@ def image_problem(out: Path, labels: Labels, settings: Settings) -> str | None:
 # A version's files
 
 
-def _add_version(export: Path, out: Path, version: int, manifest: Manifest, settings: Settings):
+def _add_version(
+    export: Path,
+    out: Path,
+    version: int,
+    manifest: Manifest,
+    settings: Settings,
+    warm_up: Sequence[Shape],
+) -> None:
     with tempfile.TemporaryDirectory(prefix=".staging-", dir=out) as name:
         folder = Path(name)
         for component in manifest.components:
             target = folder / MODELS / component
             _link(export / component / VERSION_FOLDER, target)
-            warmup.write(
-                target, component, settings.model_name(component), export, manifest, settings.xla
-            )
+            model = settings.model_name(component)
+            warmup.write(target, component, model, export, manifest, settings.xla, warm_up)
             graph = signatures.read(target)
-            batch = manifest.batch_size
+            batch = manifest.shapes.largest_batch
             if batch > 1 and configs.batching_problem(graph) is None:
                 text = configs.batching_parameters(batch)
                 (target / BATCHING_PARAMETERS).write_text(text, encoding="utf-8")
@@ -284,23 +296,24 @@ def _readme(out: Path, models: list[ServedModel], labels: Labels, deployment: De
         if (newest / BATCHING_PARAMETERS).is_file():
             batched.append(f"`{settings.model_name(model.component)}`")
     problem = image_problem(out, labels, settings)
-    batch = manifest.batch_size
-    several = {"batched": " and ".join(batched), "batch": batch, "timeout": _BATCH_TIMEOUT}
+    batches = " or ".join(map(str, manifest.shapes.batch_sizes))
+    several = {"batched": " and ".join(batched), "batch": batches, "timeout": _BATCH_TIMEOUT}
     return Template(templates.README).substitute(
         title=f"{settings.model_name('sd_tf')} for TensorFlow Serving",
         sd_tf=manifest.versions["sd_tf"],
         image=f"`{settings.image}`",
         summary=(
-            f"Version {labels.stable}: {manifest.family}, {batch} × {manifest.height}×"
-            f"{manifest.width} px, {manifest.precision}, up to {manifest.max_steps} steps, "
-            f"exported\nby TensorFlow {manifest.versions['tensorflow']}."
+            f"Version {labels.stable}: {manifest.family}, {manifest.shapes},\n"
+            f"{manifest.precision}, up to {manifest.max_steps} steps, exported by TensorFlow "
+            f"{manifest.versions['tensorflow']}."
             + (f" Version {labels.previous} is served on." if labels.previous is not None else "")
         ),
         age="" if problem is None else f"\n**{problem}**\n",
         table="\n".join(rows),
         toolkit=" and NVIDIA's container toolkit" if settings.device == "gpu" else "",
-        batch=batch,
-        plural="" if batch == 1 else "s",
+        batch=batches,
+        plural="" if batches == "1" else "s",
+        shapes="" if len(manifest.shapes.all) == 1 else templates.SHAPES,
         plain="" if settings.xla else templates.PLAIN,
         xla=templates.XLA if settings.xla else templates.NO_XLA,
         batching=Template(templates.BATCHED if batched else templates.NOT_BATCHED).substitute(

@@ -40,13 +40,14 @@ tokenizer, and `pipeline.json`: sizes, schedulers, steps) is in `client/<version
 - `image_bytes`, of the decoder's `png`, comes back as `{"b64": ...}` over REST.
 - Every call computes $batch image$plural: batch, size and precision were fixed at export. Steps,
   guidance, seeds, scheduler and prompts are inputs and never compile again.
-$plain
+$shapes$plain
 ## What warm-up does
 
 Each version brings recorded requests (`assets.extra/tf_serving_warmup_requests`), one for each
-signature of the table. The server runs them before the version becomes available and before it
-opens its ports, so that no client waits for a compilation. Tokens are those of a real prompt;
-contexts, latents and pictures are random numbers of the right shapes, as only those matter.
+signature of the shapes that were chosen when it was written (`--warm_up`; all, if none were). The
+server runs them before the version becomes available and before it opens its ports, so that no
+client waits for a compilation. Tokens are those of a real prompt; contexts, latents and pictures
+are random numbers of the right shapes, as only those matter.
 $xla
 
 ## Batching by the server
@@ -84,6 +85,11 @@ and its warm-up competes with the requests to the first. The way back is `--vers
   `--ssl_config_file`, or put a proxy in front that has both.
 - The server is neither root nor able to write outside its caches. It reads this folder as a user
   of its own, so the files have to be readable for everyone.
+"""
+
+SHAPES = """\
+- The signatures that end in `_BATCHxHEIGHTxWIDTH` make other batches and sizes with the same
+  weights; those without make the first of each. All calls of a picture have the same ending.
 """
 
 PLAIN = """\

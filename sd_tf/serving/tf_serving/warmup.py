@@ -7,7 +7,7 @@ scalars are those of a real call of one step, and other components' outputs (con
 pictures) are random numbers of the right shape.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.serving.tf_serving import ServingError, signatures
 from sd_tf.serving.tf_serving.folder import WARM_UP
 from sd_tf.tokenizer.clip import ClipTokenizer
@@ -26,13 +27,25 @@ GUIDANCE = 7.5
 MAX_RECORDS = 1000  # the server refuses a model with more
 
 
-def write(folder: Path, component: str, model: str, export: Path, manifest: Manifest, xla: bool):
-    """Record the requests of one component's SavedModel in `folder`."""
+def write(
+    folder: Path,
+    component: str,
+    model: str,
+    export: Path,
+    manifest: Manifest,
+    xla: bool,
+    shapes: Collection[Shape],
+) -> None:
+    """Record the requests of one component's SavedModel for some shapes in `folder`."""
     graph = signatures.read(folder)
     path = folder / WARM_UP
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)  # it may be a link to the export's own file
-    names = wanted(signatures.names(graph), xla)
+    names = [
+        name
+        for name in wanted(signatures.names(graph), xla)
+        if manifest.shapes.endpoint_of(name)[1] in shapes
+    ]
     with tf.io.TFRecordWriter(str(path)) as writer:
         for request in requests(graph.signature_def, names, component, export, manifest):
             request.model_spec.name = model
@@ -47,16 +60,16 @@ def requests(
 ) -> Iterator[predict_pb2.PredictRequest]:
     """Yield a request for each named signature and each number of prompts that it takes."""
     values = Values(export, manifest)
-    batch = manifest.batch_size
-    counts = sorted({1, batch}) if component == "text_encoder" else [batch]
     for name in names:
-        for count in counts:
+        _, shape = manifest.shapes.endpoint_of(name)
+        batch = shape.batch_size
+        for count in sorted({1, batch}) if component == "text_encoder" else [batch]:
             inputs = signature_defs[name].inputs
             request = predict_pb2.PredictRequest()
             request.model_spec.name = component
             request.model_spec.signature_name = name
             for key in sorted(inputs):
-                value = values(key, inputs[key], count)
+                value = values(key, inputs[key], count, shape.size)
                 request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
             yield request
 
@@ -69,7 +82,7 @@ def wanted(names: list[str], xla: bool) -> list[str]:
 
 
 class Values:
-    """Callable: an input's name and shape → a value such as a client sends."""
+    """Callable: an input, the number of prompts and the size → a value such as a client sends."""
 
     def __init__(self, export: Path, manifest: Manifest):
         scheduler = manifest.default_sampler
@@ -80,8 +93,7 @@ class Values:
             for place in manifest.tokenizers.values()
         ]
         tokens = ids[0][0] if len(ids) == 1 else np.stack([one[0] for one in ids])
-        size = [manifest.height, manifest.width]
-        time_ids = [*size, 0, 0, *size][: manifest.time_ids]
+        self.time_ids = manifest.time_ids
         self.random = np.random.default_rng(0)
         self.known = {
             "tokens": tokens,
@@ -95,13 +107,13 @@ class Values:
             "unconditional_guidance_scale": GUIDANCE,
             "history": 0,
             "mask": 1,
-            "time_ids": time_ids,
-            "unconditional_time_ids": time_ids,
         }
 
-    def __call__(self, name: str, tensor, count: int) -> np.ndarray:
+    def __call__(self, name: str, tensor, count: int, size: Size) -> np.ndarray:
         dtype = tf.dtypes.as_dtype(tensor.dtype).as_numpy_dtype
         shape = [count if size < 0 else size for size in signatures.shape(tensor)]
+        if name.endswith("time_ids"):
+            return np.broadcast_to(np.asarray([*size, 0, 0, *size][: self.time_ids], dtype), shape)
         if name in self.known:
             return np.broadcast_to(np.asarray(self.known[name], dtype), shape)
         if not np.issubdtype(dtype, np.floating):

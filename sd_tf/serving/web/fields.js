@@ -8,6 +8,7 @@ const CONTROLS = {
   number: numberInput,
   seed: seedInput,
   choice: select,
+  size: sizeSelect,
   picture: fileInput,
   mask: fileInput,
 };
@@ -103,6 +104,13 @@ function seedInput(field) {
 
 function select(field) {
   const options = field.choices.map((name) => element("option", { value: name }, name));
+  return element("select", { ...common(field), title: sentence(field.help) }, ...options);
+}
+
+function sizeSelect(field) {
+  const options = field.choices.map(([height, width]) =>
+    element("option", { value: `${height}x${width}` }, `${width} × ${height}`),
+  );
   return element("select", { ...common(field), title: sentence(field.help) }, ...options);
 }
 

@@ -121,6 +121,10 @@ export async function read() {
   for (const { name, goes_with: other } of fields) {
     if (other !== null && !(other in request)) delete request[name];
   }
+  if ("size" in request) {
+    [request.height, request.width] = request.size.split("x").map(Number);
+    delete request.size;
+  }
   const previews = Math.max(0, Math.min(MOST_PREVIEWS, request.num_steps - 1));
   return { ...request, previews: byId("live").checked ? previews : 0 };
 }
@@ -204,20 +208,20 @@ export function clearErrors(only) {
 
 // Returns a picture's parameters as [label, value] and as one line.
 export function described(parameters) {
-  const told = values().filter(
-    ({ name }) => name !== "prompt" && (parameters[name] ?? null) !== null,
-  );
+  const all = { ...parameters, size: `${parameters.width} × ${parameters.height}` };
+  const told = values().filter(({ name }) => name !== "prompt" && (all[name] ?? null) !== null);
   const short = {
     "whole number": (label, value) => `${value} ${label}`,
     number: (label, value) => `${label} ${value}`,
     choice: (label, value) => value,
+    size: (label, value) => value,
     seed: (label, value) => `${label}\u00a0${value}`,
   };
   const shown = told.filter(({ kind }) => kind in short);
   return {
-    facts: told.map(({ name, label }) => [label, String(parameters[name])]),
+    facts: told.map(({ name, label }) => [label, String(all[name])]),
     line: shown
-      .map(({ kind, label, name }) => short[kind](label.toLowerCase(), parameters[name]))
+      .map(({ kind, label, name }) => short[kind](label.toLowerCase(), all[name]))
       .join(" · "),
   };
 }
@@ -228,15 +232,17 @@ export function described(parameters) {
 export function useAgain(parameters) {
   const texts = values().filter(({ kind }) => kind === "text");
   const empty = Object.fromEntries(texts.map(({ name }) => [name, ""]));
-  fill({ ...empty, ...parameters, count: 1 });
+  const size = `${parameters.height}x${parameters.width}`;
+  fill({ ...empty, ...parameters, size, count: 1 });
 }
 
 function fill(given) {
   for (const { name } of values()) {
     if (name in given) byId(name).value = given[name] ?? "";
   }
-  const scheduler = fields.find(({ name }) => name === "scheduler");
-  if (!(byId("scheduler").value in server.schedulers)) byId("scheduler").value = scheduler.default;
+  for (const field of fields.filter(({ kind }) => kind === "choice" || kind === "size")) {
+    if (byId(field.name).value === "") byId(field.name).value = field.default;
+  }
   if (typeof given.live === "boolean") byId("live").checked = given.live;
   byId("random").checked = given.random ?? (given.seed ?? "") === "";
   showSeed();

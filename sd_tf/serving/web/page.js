@@ -50,10 +50,12 @@ async function connect() {
   byId("generate").setAttribute("aria-disabled", "false");
 }
 
-function showModel({ family, width, height, checkpoint, export: digest }) {
+function showModel({ family, sizes, checkpoint, export: digest }) {
   const name = FAMILIES[family] ?? family;
-  byId("model").textContent = `${name} · ${width}×${height} px`;
-  byId("stage").style.setProperty("--shape", `${width} / ${height}`);
+  const shown = sizes.map(([height, width]) => `${width}×${height}`).join(", ");
+  byId("model").textContent = `${name} · ${shown} px`;
+  const [[height, width]] = sizes;
+  showShape(height, width);
   const parts = Object.values(checkpoint);
   const named = [...new Set(parts.map((part) => `${part.name} (${part.format})`))].join(", ");
   const sha256 = Object.fromEntries(
@@ -69,6 +71,10 @@ function showModel({ family, width, height, checkpoint, export: digest }) {
     ),
   );
   byId("about").hidden = false;
+}
+
+function showShape(height, width) {
+  byId("stage").style.setProperty("--shape", `${width} / ${height}`);
 }
 
 // A run
@@ -88,6 +94,7 @@ async function run(request) {
   running = new AbortController();
   notice.hide();
   byId("generate").setAttribute("aria-disabled", "true");
+  if ("height" in request) showShape(request.height, request.width);
   stage.start(request.count);
   byId("stage").scrollIntoView({ block: "nearest" });
   try {

@@ -25,7 +25,7 @@ def load(job: Job) -> Loaded:
 
     def draw(steps):
         result = pipe(
-            [PROMPT] * manifest.batch_size,
+            [PROMPT] * manifest.shapes.first.batch_size,
             negative_prompt=NEGATIVE,
             num_steps=steps,
             guidance_scale=GUIDANCE,
@@ -47,16 +47,18 @@ def _stages(replica: SavedModelRunner, job: Job) -> dict[str, Stage]:
     given = npz.read(job.inputs)
     negative, positive = np.split(given["tokens"], 2)
     unconditional, conditional = np.split(given["context"], 2)
-    noise = given["noise"]
+    noise, shape = given["noise"], replica.manifest.shapes.first
 
     def encode():
-        outputs = replica.call("text_encoder", "encode", tokens=positive, negative_tokens=negative)
+        tokens = {"tokens": positive, "negative_tokens": negative}
+        outputs = replica.call("text_encoder", "encode", shape, **tokens)
         return [np.asarray(outputs[name]) for name in ("unconditional_context", "context")]
 
     def segment(stop):
         outputs = replica.call(
             "diffusion_model",
             "segment",
+            shape,
             latent=noise,
             history=np.zeros((replica.manifest.history, *noise.shape), "float32"),
             context=conditional,

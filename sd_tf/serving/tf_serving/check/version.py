@@ -8,6 +8,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.shapes import parse_signature
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, warmup
 from sd_tf.serving.tf_serving.check.finding import Finding
 from sd_tf.serving.tf_serving.check.server import Server
@@ -161,7 +162,11 @@ def _compiled(version, graph, requests, damaged: bool, servers) -> Iterator[Find
     names = set(signatures.names(graph))
     for server in servers:
         if server.compiles:
-            cold = {name for name in compiled - recorded if not name.startswith(PLAIN)}
+            cold = {
+                name
+                for name in compiled - recorded
+                if not name.startswith(PLAIN) and _is_chosen(name, recorded)
+            }
             if cold and not damaged:
                 yield Finding(
                     f"{version.file}/{WARM_UP}",
@@ -180,6 +185,12 @@ def _compiled(version, graph, requests, damaged: bool, servers) -> Iterator[Find
                 f"{', '.join(sorted(refused))}",
                 "add the flag, or write the folder anew without XLA",
             )
+
+
+def _is_chosen(name: str, recorded: set[str]) -> bool:
+    """Return whether a signature's shape is among those that are warmed up, or none is."""
+    chosen = {parse_signature(one)[1] for one in recorded}
+    return not chosen or parse_signature(name)[1] in chosen
 
 
 # Batching
