@@ -70,7 +70,12 @@ def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component
 
     def declare(tables, shared):
         return text_encoder(
-            list(models.values()), empty_tokens, config.zero_empty_negative, geometry.batch_size
+            list(models.values()),
+            empty_tokens,
+            config.zero_empty_negative,
+            geometry.batch_size,
+            geometry.prompt_chunks,
+            shared,
         )
 
     return Component("text_encoder", models, declare, is_rewritten=False)

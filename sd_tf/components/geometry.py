@@ -18,6 +18,7 @@ class Fixed:
     max_steps: int = 100
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
     guidance_rescale: float = 0.0
+    prompt_chunks: int = 1  # chunks of 75 tokens that a prompt may fill
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Geometry:
     max_steps: int
     guidance: str
     guidance_rescale: float
+    prompt_chunks: int
 
 
 def refuse(rule: str, received) -> None:
@@ -42,6 +44,8 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
     if fixed.batch_size < 1:
         refuse("The batch size is at least 1.", fixed.batch_size)
+    if fixed.prompt_chunks < 1:
+        refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
     if not 1 <= fixed.max_steps <= config.schedule.num_train_timesteps:
         refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", fixed.max_steps)
     if not 0.0 <= fixed.guidance_rescale <= 1.0:
@@ -74,4 +78,5 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         fixed.max_steps,
         fixed.guidance,
         fixed.guidance_rescale,
+        fixed.prompt_chunks,
     )

@@ -17,7 +17,12 @@ SHARED = ("batch_size", "height", "width", "latent_shape", "precision")
 LATENT_SHARED = ("scaling_factor", "shift_factor")
 LATENT = ("diffusion_model", "decoder", "image_encoder")
 OWNED = {
-    "text_encoder": ("jit_compiled_text_encoder", "zero_empty_negative", "tokenizers"),
+    "text_encoder": (
+        "jit_compiled_text_encoder",
+        "zero_empty_negative",
+        "tokenizers",
+        "prompt_chunks",
+    ),
     "diffusion_model": (
         "family",
         "max_steps",

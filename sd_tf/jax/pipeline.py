@@ -37,6 +37,7 @@ class JaxPipeline(Chain):
         max_steps: int = 100,
         guidance: str = "classifier_free",
         guidance_rescale: float = 0.0,
+        prompt_chunks: int = 1,
         compile_cache: str | Path | None = None,
         **opening,
     ) -> "JaxPipeline":
@@ -47,7 +48,7 @@ class JaxPipeline(Chain):
             mesh: the devices, as `make_mesh` arranges them; None: all, one picture to each.
             precision: of the models. Sampler, guidance, norms and softmax stay float32.
             batch_size: pictures per call of the compiled code; None: one for each data shard.
-            height, width, max_steps, guidance, guidance_rescale: as for an export.
+            height, width, max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema` of `open_checkpoint`.
         """
@@ -70,6 +71,7 @@ class JaxPipeline(Chain):
             max_steps=max_steps,
             guidance=guidance,
             guidance_rescale=guidance_rescale,
+            prompt_chunks=prompt_chunks,
         )
         geometry = geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, fixed.batch_size)
@@ -165,6 +167,7 @@ def _weights_of_checkpoint(
         max_steps=manifest.max_steps,
         guidance=manifest.guidance,
         guidance_rescale=manifest.guidance_rescale,
+        prompt_chunks=manifest.prompt_chunks,
     )
     components = ahead.components(checkpoint, fixed, mesh)
     for name, component in components.items():

@@ -15,7 +15,7 @@ from sd_tf.errors import SdTfError
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 4  # 4: each component names its checkpoint
+FORMAT_VERSION = 5  # 5: a prompt may have several chunks
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
 
@@ -136,6 +136,7 @@ class Manifest:
     scaling_factor: float
     shift_factor: float
     jit_compiled_text_encoder: bool
+    prompt_chunks: int  # each of 75 tokens; texts are tokenized to 77 · prompt_chunks ids
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -260,6 +261,12 @@ def _from_version_3(content: dict[str, Any]) -> None:
             "format": whole["format"],
             "sha256": {part: x for part, x in whole["sha256"].items() if serves(name, part)},
         }
+    _from_version_4(content)
+
+
+def _from_version_4(content: dict[str, Any]) -> None:
+    """Add the one chunk that a prompt had."""
+    content["prompt_chunks"] = 1
 
 
 def serves(component: str, part: str) -> bool:
@@ -269,7 +276,7 @@ def serves(component: str, part: str) -> bool:
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")
 
 
-UPGRADES = {2: _from_version_2, 3: _from_version_3}
+UPGRADES = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4}
 
 LARGE = 1 << 26
 
