@@ -35,7 +35,7 @@ FACTORS = {"(": 1.1, "[": 1 / 1.1}
 MOST_WEIGHT = 1000.0  # keeps everything finite, whatever the text says
 BREAK = "BREAK"
 COMMA = ",</w>"
-MOVED = 20  # so many places before a chunk's end, a comma is looked for
+NEAR_END = 20  # a comma is looked for among so many last tokens of a chunk
 
 
 class Run(NamedTuple):
@@ -191,7 +191,7 @@ def _divide(
 def _end(tokens: list[Token], room: int, comma: int | None) -> int:
     """Return the number of tokens that stay in a chunk."""
     if len(tokens) > room and tokens[room].id != comma:
-        for place in range(room - 1, max(room - 1 - MOVED, -1), -1):
+        for place in range(room - 1, max(room - 1 - NEAR_END, -1), -1):
             if tokens[place].id == comma:
                 return place + 1
     return room
