@@ -63,7 +63,14 @@ EXPORTING = (
     *("--precision=float16", "--max_steps=7", "--scheduler=euler", "--guidance=none"),
     *("--guidance_rescale=0.5", "--jit_compile_text_encoder", "--target=tpu"),
     *("--disable_rewrites=a,b", "--components=decoder,text_encoder", "--verify=off"),
-    *("--overwrite", "--family=sd2-v", "--variant=fp16", "--revision=main", "--noema"),
+    *(
+        "--prompt_chunks=2",
+        "--overwrite",
+        "--family=sd2-v",
+        "--variant=fp16",
+        "--revision=main",
+        "--noema",
+    ),
 )
 MEASURING = (
     *("--export_dir=a", "--jit_compile", "--nokerascv", "--all", "--random_weights"),
