@@ -343,6 +343,7 @@ def test_a_component_that_does_not_fit(micro_copy, tmp_path):
         ({"height": 100}, r"The height is a positive multiple of 8. Received: 100"),
         ({"width": 0}, r"The width is a positive multiple of 8. Received: 0"),
         ({"batch_size": 0}, r"The batch size is at least 1. Received: 0"),
+        ({"prompt_chunks": 0}, r"A prompt has at least 1 chunk. Received: 0"),
         ({"max_steps": 0}, r"max_steps is 1…1000. Received: 0"),
         ({"max_steps": 2000}, r"max_steps is 1…1000. Received: 2000"),
         ({"guidance_rescale": 2.0}, r"between 0 and 1. Received: 2.0"),
@@ -382,10 +383,14 @@ def test_a_wrong_model_is_noticed(exported):
         verify.compare("decoder", exported, [sample], "full", "float32")
 
 
+WEIGHTS = ("token_weights", "negative_token_weights")
+
+
 def test_nan_in_one_output_is_noticed(exported):
     tokens = np.zeros((2, 77), "int32")
     inputs = {"tokens": tokens, "negative_tokens": tokens}
-    signature = load(exported, "text_encoder").signatures["encode"]
+    inputs |= {name: np.ones((2, 77), "float32") for name in WEIGHTS}
+    signature = load(exported, "text_encoder").signatures["weighted"]
     reference = {name: value.numpy() for name, value in signature(**inputs).items()}
     assert len(reference) > 1
     reference[sorted(reference)[-1]][0, 0] = np.nan
@@ -486,7 +491,7 @@ def test_format_2_loads_and_draws(exported, copy):
     schedulers = manifest.pop("schedulers")
     older = {"format_version": 2, "calls": {k: v["calls"] for k, v in schedulers.items()}}
     manifest = {**manifest, **older}
-    for name in ("history", "shift_factor", "shapes"):
+    for name in ("history", "shift_factor", "shapes", "prompt_chunks"):
         del manifest[name]
     manifest |= {"batch_size": 2, "height": 64, "width": 64, "latent_shape": [8, 8, 4]}
     origins = [part.pop("checkpoint") for part in manifest["components"].values()]

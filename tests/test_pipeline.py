@@ -296,6 +296,7 @@ def test_generate_and_repeat(exported, tmp_path, capsys):
         "guidance_scale": 0.0,
         "seed": 8,
         "scheduler": "euler",
+        "prompt_syntax": "plain",
     }
     again = ["--from_png", str(tmp_path / "one/8.png"), "--out", str(tmp_path / "two")]
     assert main(["generate", *again, *export]) == 0

@@ -510,6 +510,7 @@ def test_killed_workers_cost_nothing(drawn, pipe):
         "guidance_scale": 7.5,
         "seed": 7,
         "scheduler": pipe.manifest.default_sampler,
+        "prompt_syntax": "plain",
     }
     assert "0 of 200 rows are done already\n2 workers load the export\n" in output
     assert output.endswith("all 200 rows are done.\n")

@@ -130,6 +130,7 @@ def test_the_pictures_are_the_pipelines(served, pipe, tmp_path):
         "negative_prompt": "blue",
         "seed": 9,
         "scheduler": "ddim",
+        "prompt_syntax": "plain",
         **CALL,
     }
 

@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
             max_steps=options.max_steps,
             guidance=options.guidance,
             guidance_rescale=options.guidance_rescale,
+            prompt_chunks=options.prompt_chunks,
             jit_compile_text_encoder=options.jit_compile_text_encoder,
             target=options.target,
             disabled_rewrites=options.disable_rewrites,

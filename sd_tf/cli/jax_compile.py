@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--guidance", choices=GUIDANCE, default="classifier_free")
     parser.add_argument("--guidance_rescale", type=float, default=0.0)
+    parser.add_argument(
+        "--prompt_chunks", type=int, default=1, help="chunks of 75 tokens that a prompt may fill"
+    )
     parser.add_argument("--model_axis", type=int, default=1, help="devices that share one UNet")
     parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
     parser.add_argument("--out", dest="output_dir", help="folder for the compiled pipeline")
@@ -124,6 +127,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
         max_steps=options.max_steps,
         guidance=options.guidance,
         guidance_rescale=options.guidance_rescale,
+        prompt_chunks=options.prompt_chunks,
     )
     geometry = geometry_of(checkpoint.config, fixed)
     shape = geometry.shapes.first

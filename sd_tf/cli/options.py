@@ -94,6 +94,12 @@ EXPORT = (
         choices=GUIDANCE,
     ),
     Option("guidance_rescale", 0.0, "0…1: pulls guided contrast back to the unguided one.", float),
+    Option(
+        "prompt_chunks",
+        1,
+        "Chunks of 75 tokens that a prompt may fill; each makes every step a little slower.",
+        int,
+    ),
     Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
     Option(
         "target",

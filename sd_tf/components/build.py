@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from sd_tf.components.autoencoder import decoder, image_encoder
-from sd_tf.components.conditions import conditions_of, text_encoder
+from sd_tf.components.conditions import conditions_of, reader_of, text_encoder
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
@@ -73,10 +73,15 @@ def component(
 
 def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component:
     models = {name: build(name, precision) for name in config.text_encoders}
+    read = reader_of(list(models.values()))
 
     def declare(shape, tables, shared):
         return text_encoder(
-            list(models.values()), empty_tokens, config.zero_empty_negative, shape.batch_size
+            shared(read, open_batch=True),
+            empty_tokens,
+            config.zero_empty_negative,
+            shape.batch_size,
+            geometry.prompt_chunks,
         )
 
     return Component("text_encoder", models, declare, is_rewritten=False)
@@ -91,7 +96,7 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
         return DiffusionModel(
             denoiser,
             tables,
-            conditions_of(config, geometry.shapes, shape),
+            conditions_of(config, geometry, shape),
             guidance_of(geometry.guidance, config.latent_inputs, geometry.guidance_rescale),
             (shape.batch_size, *geometry.shapes.latent(shape.size)),
             default,

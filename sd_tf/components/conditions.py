@@ -1,15 +1,18 @@
 """Conditions: named tensors that the denoiser is given, and the text encoders that make them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from keras import ops
 
+from sd_tf.components.emphasis import emphasized, kept
+from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import EDITED
 from sd_tf.components.spec import Endpoint, Spec
 from sd_tf.config import PipelineConfig
-from sd_tf.runtime.shapes import Shape, Shapes
+from sd_tf.runtime.call import WEIGHTED
+from sd_tf.runtime.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,11 @@ class Conditions:
         return {**twins, **self.latent}
 
 
-def conditions_of(config: PipelineConfig, shapes: Shapes, shape: Shape) -> Conditions:
+def conditions_of(config: PipelineConfig, geometry: Geometry, shape: Shape) -> Conditions:
     """Return the conditions that the family's denoiser takes."""
-    batch, latent_shape = shape.batch_size, shapes.latent(shape.size)
+    batch, latent_shape = shape.batch_size, geometry.shapes.latent(shape.size)
     length = max(encoder.max_length for encoder in config.text_encoders.values())
+    length *= geometry.prompt_chunks
     model = {"context": Spec((batch, length, config.denoiser.context_dim))}
     if (added := config.denoiser.added) is not None:
         model["pooled"] = Spec((batch, added.pooled_dim))
@@ -59,24 +63,64 @@ def conditions_of(config: PipelineConfig, shapes: Shapes, shape: Shape) -> Condi
     return Conditions(model, latent[config.latent_inputs])
 
 
+Read = Callable[..., tuple[list, list]]  # chunks of tokens → contexts, pooled texts
+
+
+def reader_of(encoders: Sequence) -> Read:
+    """Return a function that runs all encoders on chunks (M, 77), or (M, encoders, 77)."""
+
+    def read(tokens):
+        per_encoder = ops.unstack(tokens, axis=1) if len(encoders) > 1 else [tokens]
+        outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
+        contexts = [ops.cast(o["context"], "float32") for o in outputs]
+        pooled = [ops.cast(o["pooled"], "float32") for o in outputs if "pooled" in o]
+        return contexts, pooled[:1]
+
+    return read
+
+
 def text_encoder(
-    encoders: Sequence, empty_tokens: np.ndarray, zero_empty_negative: bool, batch_size: int
+    read: Read,
+    empty_tokens: np.ndarray,
+    zero_empty_negative: bool,
+    batch_size: int,
+    chunks: int = 1,
 ) -> dict[str, Endpoint]:
-    """Declare the endpoints from tokens (N, 77), or (N, encoders, 77), to conditions; N = 1 or B.
+    """Declare the endpoints from tokens to conditions.
+
+    Tokens are (N, 77 · chunks), or (N, encoders, 77 · chunks); N = 1 or the batch. `read`, of
+    `reader_of`, reads each chunk by itself. The contexts of all chunks are one context; the pooled
+    text is that of the first chunk.
 
     `empty_tokens` (1, 77) or (1, encoders, 77) are the ids of "", which most families take for a
-    missing negative prompt; with `zero_empty_negative` its conditions are zeros.
+    missing negative prompt; with `zero_empty_negative` its conditions are zeros. Those are also
+    what weights give that are all 0.
     """
-    several = len(encoders) > 1
+    length = empty_tokens.shape[-1]
 
-    def encode(tokens):
-        per_encoder = ops.unstack(tokens, axis=1) if several else [tokens]
-        outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
-        result = {"context": ops.concatenate([o["context"] for o in outputs], axis=-1)}
-        pooled = [o["pooled"] for o in outputs if "pooled" in o]
+    def divided(x):  # (N, …, 77 · chunks) → (N · chunks, …, 77)
+        if chunks == 1:
+            return x
+        between = x.shape[1:-1]
+        x = ops.reshape(x, (-1, *between, chunks, length))
+        return ops.reshape(ops.moveaxis(x, -2, 1), (-1, *between, length))
+
+    def joined(context):  # (N · chunks, 77, D) → (N, 77 · chunks, D)
+        if chunks == 1:
+            return context
+        return ops.reshape(context, (-1, chunks * length, context.shape[-1]))
+
+    def encode(tokens, weights=None):
+        contexts, pooled = read(divided(tokens))
+        if weights is not None:
+            parts = divided(weights)
+            parts = ops.unstack(parts, axis=1) if len(contexts) > 1 else [parts]
+            contexts = [emphasized(*both) for both in zip(contexts, parts, strict=True)]
+        result = {"context": joined(ops.concatenate(contexts, axis=-1))}
         if pooled:
-            result["pooled"] = pooled[0]
-        return {key: ops.cast(value, "float32") for key, value in result.items()}
+            first = pooled[0][::chunks]
+            result["pooled"] = first if weights is None else kept(first, weights)
+        return result
 
     def to_batch(x):
         return ops.broadcast_to(x, (batch_size, *x.shape[1:]))
@@ -92,13 +136,22 @@ def text_encoder(
         positive = encode(tokens)
         if zero_empty_negative:
             return named(positive, {key: ops.zeros_like(x) for key, x in positive.items()})
-        return named(positive, encode(ops.convert_to_tensor(empty_tokens)))
+        empty = np.concatenate([empty_tokens] * chunks, axis=-1)
+        return named(positive, encode(ops.convert_to_tensor(empty)))
 
     def with_negative(tokens, negative_tokens):
         return named(encode(tokens), encode(negative_tokens))
 
-    ids = Spec((None, *empty_tokens.shape[1:]), "int32")
+    def with_weights(tokens, negative_tokens, token_weights, negative_token_weights):
+        return named(encode(tokens, token_weights), encode(negative_tokens, negative_token_weights))
+
+    shape = (None, *empty_tokens.shape[1:-1], length * chunks)
+    ids, weights = Spec(shape, "int32"), Spec(shape)
+    both = {"tokens": ids, "negative_tokens": ids}
     return {
         "serving_default": Endpoint(with_default, {"tokens": ids}),
-        "encode": Endpoint(with_negative, {"tokens": ids, "negative_tokens": ids}),
+        "encode": Endpoint(with_negative, both),
+        WEIGHTED: Endpoint(
+            with_weights, {**both, "token_weights": weights, "negative_token_weights": weights}
+        ),
     }

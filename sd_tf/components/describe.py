@@ -48,6 +48,7 @@ def manifest_of(
         scaling_factor=config.autoencoder.scaling_factor,
         shift_factor=config.autoencoder.shift_factor,
         jit_compiled_text_encoder=jit_compiled_text_encoder,
+        prompt_chunks=geometry.prompt_chunks,
         tokenizers={
             name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
         },

@@ -23,6 +23,7 @@ class Fixed:
     max_steps: int = 100
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
     guidance_rescale: float = 0.0
+    prompt_chunks: int = 1  # chunks of 75 tokens that a prompt may fill
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Geometry:
     max_steps: int
     guidance: str
     guidance_rescale: float
+    prompt_chunks: int
 
 
 def refuse(rule: str, received) -> None:
@@ -42,6 +44,8 @@ def refuse(rule: str, received) -> None:
 def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
     if fixed.precision not in PRECISIONS:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
+    if fixed.prompt_chunks < 1:
+        refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
     if not 1 <= fixed.max_steps <= config.schedule.num_train_timesteps:
         refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", fixed.max_steps)
     if not 0.0 <= fixed.guidance_rescale <= 1.0:
@@ -61,7 +65,11 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
             fixed.guidance_rescale,
         )
     return Geometry(
-        shapes_of(config, fixed), fixed.max_steps, fixed.guidance, fixed.guidance_rescale
+        shapes_of(config, fixed),
+        fixed.max_steps,
+        fixed.guidance,
+        fixed.guidance_rescale,
+        fixed.prompt_chunks,
     )
 
 

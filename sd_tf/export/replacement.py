@@ -17,7 +17,12 @@ SHARED = ("shapes", "precision")
 LATENT_SHARED = ("scaling_factor", "shift_factor")
 LATENT = ("diffusion_model", "decoder", "image_encoder")
 OWNED = {
-    "text_encoder": ("jit_compiled_text_encoder", "zero_empty_negative", "tokenizers"),
+    "text_encoder": (
+        "jit_compiled_text_encoder",
+        "zero_empty_negative",
+        "tokenizers",
+        "prompt_chunks",
+    ),
     "diffusion_model": (
         "family",
         "max_steps",
@@ -63,10 +68,11 @@ def check_conditions(
     geometry: Geometry,
 ) -> None:
     """Check that the text encoder gives what the diffusion model takes, where one is replaced."""
-    shapes = geometry.shapes
     theirs = {
         name: spec.shape
-        for name, spec in conditions_of(checkpoint.config, shapes, shapes.first).model.items()
+        for name, spec in conditions_of(
+            checkpoint.config, geometry, geometry.shapes.first
+        ).model.items()
         if name in TEXT_CONDITIONS
     }
     if "text_encoder" in kept and "diffusion_model" in replaced:

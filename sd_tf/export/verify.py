@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from sd_tf.components.build import Component
+from sd_tf.runtime.call import WEIGHTED
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.runner import PLAIN
@@ -43,6 +44,8 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
             inputs[name] = known[name]
         elif "tokens" in name:
             inputs[name] = rng.integers(0, 1000, shape).astype("int32")
+        elif "weights" in name:
+            inputs[name] = rng.uniform(0.5, 1.5, shape).astype("float32")
         elif "time_ids" in name:
             inputs[name] = np.full(shape, 512, "float32")
         else:
@@ -73,7 +76,7 @@ class Sample:
 
 def endpoints_for(component: str, shapes: Shapes, level: str) -> list[str]:
     """Return the endpoints to compare: one for every shape, or only for the first."""
-    endpoint = {"diffusion_model": "from_noise", "text_encoder": "encode"}.get(
+    endpoint = {"diffusion_model": "from_noise", "text_encoder": WEIGHTED}.get(
         component, "serving_default"
     )
     compared = {"full": shapes.all, "fast": [shapes.first], "off": []}[level]

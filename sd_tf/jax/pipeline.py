@@ -39,6 +39,7 @@ class JaxPipeline(Chain):
         max_steps: int = 100,
         guidance: str = "classifier_free",
         guidance_rescale: float = 0.0,
+        prompt_chunks: int = 1,
         compile_cache: str | Path | None = None,
         **opening,
     ) -> "JaxPipeline":
@@ -50,7 +51,7 @@ class JaxPipeline(Chain):
             precision: of the models. Sampler, guidance, norms and softmax stay float32.
             batch_size: pictures per call of the compiled code; None: one for each data shard.
             height, width, batch_sizes, sizes: as for an export.
-            max_steps, guidance, guidance_rescale: as for an export.
+            max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema` of `open_checkpoint`.
         """
@@ -76,6 +77,7 @@ class JaxPipeline(Chain):
             max_steps=max_steps,
             guidance=guidance,
             guidance_rescale=guidance_rescale,
+            prompt_chunks=prompt_chunks,
         )
         geometry = geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, *geometry.shapes.batch_sizes)
@@ -174,6 +176,7 @@ def _weights_of_checkpoint(
         max_steps=manifest.max_steps,
         guidance=manifest.guidance,
         guidance_rescale=manifest.guidance_rescale,
+        prompt_chunks=manifest.prompt_chunks,
     )
     components = ahead.components(checkpoint, fixed, mesh)
     for name, component in components.items():

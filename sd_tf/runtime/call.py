@@ -21,6 +21,8 @@ from sd_tf.runtime.shapes import ShapeError, Size
 START, EDIT, PAINT = "start", "edit", "paint"
 USE_OF_LATENT_INPUTS = {"none": START, "image": EDIT, "mask_and_image": PAINT}
 MOST_CHARACTERS = 10_000  # of a prompt
+# How prompts are read. The second is also the name of the text encoder's endpoint that it needs.
+PLAIN, WEIGHTED = SYNTAXES = ("plain", "weighted")
 MOST_GUIDANCE = 1_000_000
 GRAY, WHITE = 128, 255
 SIDES = ("height", "width")
@@ -47,6 +49,7 @@ SIZED = Condition("checkpoints of the SDXL family", lambda manifest: manifest.ti
 TARGET_SIZED = Condition(
     "checkpoints of the SDXL family, its refiner excepted", lambda manifest: manifest.time_ids == 6
 )
+WEIGHING = Condition("exports that take weights", lambda manifest: takes_weights(manifest))
 GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
 
 
@@ -151,6 +154,14 @@ class Call:
         choices=lambda manifest: manifest.samplers,
         otherwise=lambda manifest: manifest.default_sampler,
     )
+    prompt_syntax: str | None = parameter(
+        Kind.CHOICE,
+        "Prompt syntax",
+        "weighted: (word), (word:1.3), [word] and BREAK are read as weights and chunks",
+        default=PLAIN,
+        choices=lambda manifest: SYNTAXES,
+        shown_by=WEIGHING,
+    )
     seed: int | Sequence[int] | None = parameter(
         Kind.SEED,
         "Seed",
@@ -226,6 +237,8 @@ class Call:
         checked = {name: _checked(known[name], values, manifest, size) for name in known}
         if self.files():
             check_image_encoder(manifest)
+        if checked["prompt_syntax"] == WEIGHTED:
+            check_weights(manifest)
         manifest.model_calls(checked["scheduler"], checked["num_steps"])
         return replace(self, **checked)
 
@@ -334,6 +347,20 @@ def check_image_encoder(manifest: Manifest) -> None:
     if "image_encoder" not in manifest.components:
         raise ExportError(
             "The export has no image_encoder, which an image needs. Export that component, too."
+        )
+
+
+def takes_weights(manifest: Manifest) -> bool:
+    """Return whether the export's text encoder takes weights of a prompt's words."""
+    return WEIGHTED in manifest.components["text_encoder"].signatures
+
+
+def check_weights(manifest: Manifest) -> None:
+    """Refuse an export whose text encoder takes no weights."""
+    if not takes_weights(manifest):
+        raise ExportError(
+            "The export's text_encoder takes no weights, because an older sd_tf made it. Export "
+            "again, or leave out `prompt_syntax`."
         )
 
 

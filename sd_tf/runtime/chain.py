@@ -16,12 +16,13 @@ import numpy as np
 from PIL import Image
 
 from sd_tf.runtime import call as calls
-from sd_tf.runtime.call import Call, blank_pictures, check_image_encoder
+from sd_tf.runtime.call import WEIGHTED, Call, blank_pictures, check_image_encoder
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request, read_request
 from sd_tf.runtime.runner import Callback, Runner, Watch
 from sd_tf.runtime.shapes import Shape
+from sd_tf.runtime.text_inputs import text_inputs
 from sd_tf.tokenizer.clip import ClipTokenizer
 
 NEEDED = ("text_encoder", "diffusion_model", "decoder")
@@ -137,15 +138,16 @@ class Chain:
 
     def _tokens(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
         """Tokenize a chunk's prompts, and its negative prompts where there are any."""
-
-        def ids(texts):
-            per_encoder = [tokenizer(texts) for tokenizer in self._tokenizers.values()]
-            return per_encoder[0] if len(per_encoder) == 1 else np.stack(per_encoder, axis=1)
-
-        tokens = {"tokens": ids(request.chunk("prompt", chunk))}
+        negative = None
         if request.shared.negative_prompt is not None:
-            tokens["negative_tokens"] = ids(request.chunk("negative_prompt", chunk))
-        return tokens
+            negative = request.chunk("negative_prompt", chunk)
+        return text_inputs(
+            self.manifest,
+            list(self._tokenizers.values()),
+            request.chunk("prompt", chunk),
+            negative,
+            weighted=request.shared.prompt_syntax == WEIGHTED,
+        )
 
 
 def _add(total: dict[str, float], seconds: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 5  # 5: several sizes and batches
+FORMAT_VERSION = 5  # 5: several sizes, batches, and chunks of a prompt
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
 
@@ -134,6 +134,7 @@ class Manifest:
     scaling_factor: float
     shift_factor: float
     jit_compiled_text_encoder: bool
+    prompt_chunks: int  # each of 75 tokens; texts are tokenized to 77 · prompt_chunks ids
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -258,12 +259,11 @@ def _from_version_3(content: dict[str, Any]) -> None:
             "format": whole["format"],
             "sha256": {part: x for part, x in whole["sha256"].items() if serves(name, part)},
         }
-
     _from_version_4(content)
 
 
 def _from_version_4(content: dict[str, Any]) -> None:
-    """Make a list of the one shape; a latent has so many pixels as its picture has to one of it."""
+    """Make a list of the one shape, and add the one chunk that a prompt had."""
     height, width = content.pop("height"), content.pop("width")
     latent_height, _, channels = content.pop("latent_shape")
     content["shapes"] = {
@@ -272,6 +272,7 @@ def _from_version_4(content: dict[str, Any]) -> None:
         "downscale": height // latent_height,
         "latent_channels": channels,
     }
+    content["prompt_chunks"] = 1
 
 
 def serves(component: str, part: str) -> bool:

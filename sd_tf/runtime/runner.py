@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_tf.runtime.call import EDIT, use_of_picture
+from sd_tf.runtime.call import EDIT, WEIGHTED, use_of_picture
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request
@@ -18,7 +18,7 @@ PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
 # Component → the endpoints that a runner calls. JAX compiles these and no others, and Ray compiles
 # the loop's at the start; the remaining ones are for a server's clients.
 CALLED = {
-    "text_encoder": ("serving_default", "encode"),
+    "text_encoder": ("serving_default", "encode", WEIGHTED),
     "diffusion_model": ("noise", "begin", "begin_image", "segment"),
     "decoder": ("serving_default",),
     "image_encoder": ("serving_default",),
@@ -83,6 +83,7 @@ class Runner(ABC):
         """Make one batch; return its pictures (B, H, W, 3) and the seconds of each stage."""
         clock, shape = Clock(), request.shape(chunk)
         endpoint = "encode" if "negative_tokens" in tokens else "serving_default"
+        endpoint = WEIGHTED if "token_weights" in tokens else endpoint
         conditions = dict(self.call("text_encoder", endpoint, shape, **tokens))
         self.to_host(conditions["context"])  # waits until it is computed
         clock.stop("text_encoder")

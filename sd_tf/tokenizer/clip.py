@@ -98,6 +98,14 @@ class ClipTokenizer:
         return cls(backend, pad, length if length <= 10_000 else 77)
 
     @property
+    def start_token_id(self) -> int:
+        return self._backend.token_to_id(START)
+
+    @property
+    def end_token_id(self) -> int:
+        return self._backend.token_to_id(END)
+
+    @property
     def pad_token_id(self) -> int:
         return self._backend.token_to_id(self.pad_token)
 
@@ -114,21 +122,25 @@ class ClipTokenizer:
         if len(ids) > self.max_length:
             last = self.max_length - 1
             cut = text[encoding.offsets[last][0] :]
-            ids = [*ids[:last], self._backend.token_to_id(END)]
+            ids = [*ids[:last], self.end_token_id]
         padding = [self.pad_token_id] * (self.max_length - len(ids))
         return Encoding((*ids, *padding), cut)
+
+    def token_id(self, token: str) -> int | None:
+        """Return a token's id; None: the vocabulary has no such token."""
+        return self._backend.token_to_id(token)
+
+    def tokens(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a text alone, however many, and where each token begins in it."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
 
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
         """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
         texts = [texts] if isinstance(texts, str) else texts
         encodings = [self.encode(text) for text in texts]
         for encoding in encodings:
-            if encoding.cut:
-                logger.warning(
-                    "The prompt is longer than %d tokens; this part of it was cut: %r",
-                    self.max_length,
-                    encoding.cut,
-                )
+            warn_of_cut(encoding.cut, self.max_length)
         return np.array([e.ids for e in encodings], "int32").reshape(-1, self.max_length)
 
     def save(self, folder: str | Path) -> None:
@@ -150,6 +162,14 @@ class ClipTokenizer:
         }
         (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def warn_of_cut(cut: str, most: int) -> None:
+    """Log a warning if a part of a prompt was cut off because it has more than `most` tokens."""
+    if cut:
+        logger.warning(
+            "The prompt is longer than %d tokens; this part of it was cut: %r", most, cut
+        )
 
 
 def _clip_backend(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:

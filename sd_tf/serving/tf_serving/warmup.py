@@ -18,6 +18,7 @@ from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.shapes import Shape, Size
+from sd_tf.runtime.text_inputs import text_inputs
 from sd_tf.serving.tf_serving import ServingError, signatures
 from sd_tf.serving.tf_serving.folder import WARM_UP
 from sd_tf.tokenizer.clip import ClipTokenizer
@@ -88,16 +89,12 @@ class Values:
         scheduler = manifest.default_sampler
         calls = manifest.schedulers[scheduler].calls
         steps = next(n for n, count in enumerate(calls, start=1) if count)  # 1 wherever possible
-        ids = [
-            ClipTokenizer.from_folder(export / place)([PROMPT])
-            for place in manifest.tokenizers.values()
-        ]
-        tokens = ids[0][0] if len(ids) == 1 else np.stack([one[0] for one in ids])
+        tokenizers = [ClipTokenizer.from_folder(export / p) for p in manifest.tokenizers.values()]
+        texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted=True)
         self.time_ids = manifest.time_ids
         self.random = np.random.default_rng(0)
         self.known = {
-            "tokens": tokens,
-            "negative_tokens": tokens,
+            **{name: value[0] for name, value in texts.items()},
             "seed": 0,
             "scheduler": manifest.scheduler_number(scheduler),
             "num_steps": steps,
