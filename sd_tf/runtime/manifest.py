@@ -147,6 +147,11 @@ class Manifest:
         return sorted(self.schedulers, key=lambda name: self.schedulers[name].number)
 
     @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """The sizes (height, width) that the export draws, the default one first."""
+        return ((self.height, self.width),)
+
+    @property
     def latent_scale(self) -> LatentScale:
         return LatentScale(self.scaling_factor, self.shift_factor)
 
