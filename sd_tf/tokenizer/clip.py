@@ -118,6 +118,10 @@ class ClipTokenizer:
         padding = [self.pad_token_id] * (self.max_length - len(ids))
         return Encoding((*ids, *padding), cut)
 
+    def count(self, text: str) -> int:
+        """Count a text's tokens, those that are cut off included, start and end token not."""
+        return len(self._backend.encode(text, add_special_tokens=False).ids)
+
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
         """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
         texts = [texts] if isinstance(texts, str) else texts
