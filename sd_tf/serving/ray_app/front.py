@@ -27,6 +27,7 @@ from sd_tf.serving.ray_app.http import (
     read_body,
     unless_gone,
 )
+from sd_tf.serving.ray_app.images_api.api import ImagesApi
 from sd_tf.serving.ray_app.listen import STOP_WITHIN, HttpServer
 from sd_tf.serving.ray_app.predictions import Predictions, start_grpc
 from sd_tf.serving.ray_app.remote import LOST, ask
@@ -77,6 +78,7 @@ class Front:
             self.room,
             most,
         )
+        self.images = ImagesApi(self.drawing, settings, self._admit, self.predictions.rest)
         self.http = HttpServer(self._app(access), settings.host, settings.http_port)
         self.grpc = await start_grpc(self.predictions, settings.host, settings.grpc_port)
 
@@ -95,7 +97,7 @@ class Front:
         return ray.util.get_node_ip_address()
 
     def _app(self, access: Access) -> FastAPI:
-        app = make_app(access)
+        app = make_app(access, self.images.error_answer)
         for path, answer, summary in (
             ("/", self.page, None),
             ("/docs", self.docs, None),
@@ -105,6 +107,7 @@ class Front:
         ):
             app.get(path, summary=summary, include_in_schema=summary is not None)(answer)
         app.post("/generate", summary="Make pictures", openapi_extra=GENERATE)(self.generate)
+        self.images.add_routes(app)
         api = app.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
         api(self.predictions.rest)
         return app
