@@ -16,6 +16,7 @@ from sd_tf.serving.ray_app.settings import Settings
 from tests.exports import micro_export
 
 COMPONENTS = ("text_encoder", "diffusion_model", "decoder")
+WITH_ENCODER = (*COMPONENTS, "image_encoder")
 
 
 class Handle:

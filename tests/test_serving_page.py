@@ -771,6 +771,7 @@ def test_a_field_that_the_page_has_never_heard_of(page, tmp_path):
 def test_the_page_about_the_api(browser, url, size, tmp_path):
     """Every parameter with its default, from the server alone."""
     with opened(browser, f"{url}docs", viewport=size) as (page, seen):
+
         def operation(path):
             title = page.get_by_role("heading", name=f"POST {path}", exact=True)
             return page.locator("section").filter(has=title)
@@ -780,8 +781,10 @@ def test_the_page_about_the_api(browser, url, size, tmp_path):
             ("/v1/images/generations", ("prompt", "strength", "seed", "n")),
             ("/v1/images/edits", ("prompt", "image", "mask", "n")),
         ):
-            row = operation(path).get_by_role("row").filter(
-                has=page.get_by_role("rowheader", name="num_steps", exact=True)
+            row = (
+                operation(path)
+                .get_by_role("row")
+                .filter(has=page.get_by_role("rowheader", name="num_steps", exact=True))
             )
             expect(row).to_contain_text("integer")
             expect(row).to_contain_text("20")

@@ -7,10 +7,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from sd_tf.runtime.call import MOST_CHARACTERS, Call
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.body import DELIVERY, field_of
+from sd_tf.serving.ray_app.images_api.files import BEST
 
 MOST_PICTURES = 10  # of one request
 MOST_PARTIAL = 3
-BEST = 100  # of output_compression
 LONGEST_TEXT = 200  # characters of the API's own texts, the prompt aside
 # Parameters of a call that the API has a field of its own for.
 OWN = ("prompt", "image", "mask", "height", "width")
@@ -32,7 +32,7 @@ class Request(BaseModel):
     size: str | None = _field("WIDTHxHEIGHT, a size of the export, or auto: its first", "auto")
     response_format: Literal["b64_json", "url"] | None = _field("b64_json alone", "b64_json")
     output_format: Literal["png", "jpeg", "webp"] | None = _field("png, jpeg or webp", "png")
-    output_compression: int | None = _field("quality of a jpeg or webp", BEST, ge=0, le=BEST)
+    output_compression: int | None = _field("quality of a jpeg or a webp", BEST, ge=0, le=BEST)
     background: Literal["auto", "opaque", "transparent"] | None = _field("auto or opaque", "auto")
     stream: bool | None = _field("send events, each picture as soon as it is made", False)
     partial_images: int | None = _field(

@@ -15,6 +15,7 @@ from sd_tf.runtime.png import METADATA
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.body import MOST_PIXELS
 
+BEST = 100
 WHITE = 255
 EXIF_FOLDER, USER_COMMENT = 0x8769, 0x9286  # EXIF's numbers for the place of the parameters
 ASCII = b"ASCII\0\0\0"
@@ -62,7 +63,7 @@ class Format:
     """The kind of file that pictures are answered as."""
 
     name: str  # png, jpeg or webp
-    quality: int  # of a jpeg or webp
+    quality: int  # of a jpeg or webp, from 0 to BEST, with which a webp loses nothing
 
     def convert(self, png: str) -> str:
         """Return a PNG as a file of this format, both in base64, with the parameters that it has.
@@ -75,9 +76,11 @@ class Format:
         with Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]) as image:
             exif = _exif(image.text.get(METADATA))
             has_room = self.name != "jpeg" or len(exif) <= MOST_EXIF
-            options = {"exif": exif} if exif and has_room else {}
+            options: dict[str, Any] = {"exif": exif} if exif and has_room else {}
             if self.name == "jpeg":
                 options["subsampling"] = 0  # colours at full resolution
+            else:
+                options["lossless"] = self.quality == BEST
             image.save(file, self.name, quality=self.quality, **options)
         return base64.b64encode(file.getvalue()).decode()
 

@@ -21,7 +21,6 @@ from sd_tf.serving.ray_app.body import (
 )
 from sd_tf.serving.ray_app.images_api.errors import refusal
 from sd_tf.serving.ray_app.images_api.fields import (
-    BEST,
     CALL_FIELDS,
     MOST_PICTURES,
     Edit,
@@ -29,7 +28,7 @@ from sd_tf.serving.ray_app.images_api.fields import (
     Request,
     check_fields,
 )
-from sd_tf.serving.ray_app.images_api.files import Format, open_pictures
+from sd_tf.serving.ray_app.images_api.files import BEST, Format, open_pictures
 from sd_tf.serving.ray_app.images_api.form import read_form
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.ray_app.takeover import Served
