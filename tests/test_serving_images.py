@@ -608,7 +608,7 @@ def post(front, body, path="/v1/images/edits", kind=FORM, headers=None):
     return answer.status, content
 
 
-GOOD = form(("prompt", b"a red star " * 50), ("seed", b"1"), ("num_steps", b"1"), ("image", OPAQUE))
+GOOD = form(("prompt", b"a red star " * 9), ("seed", b"1"), ("strength", b"1"), ("image", OPAQUE))
 
 
 @pytest.mark.parametrize(
