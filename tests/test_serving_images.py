@@ -5,6 +5,7 @@ import http.client
 import io
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -19,6 +20,7 @@ from sd_tf.serving.ray_app.access import Access, hash_of
 from sd_tf.serving.ray_app.images_api.errors import error_answer
 from sd_tf.serving.ray_app.images_api.files import ASCII, EXIF_FOLDER, USER_COMMENT, Format
 from sd_tf.serving.ray_app.images_api.form import MOST_PARTS, read_form
+from sd_tf.serving.ray_app.images_api.reading import read_size
 from tests.exports import editing_export, micro_export, painting_export
 from tests.fronts import WITH_ENCODER, running_front
 from tests.fuzz import FEW, damaged
@@ -141,6 +143,15 @@ def test_what_is_accepted_and_ignored(client):
     nothing = {"seed": 1, "n": None, "size": None, "negative_prompt": None, "stream": None}
     with_nulls = client.images.generate(prompt=PROMPT, extra_body=nothing)
     assert files_of(with_hints) == files_of(plain) == files_of(with_nulls)
+
+
+def test_a_size_is_width_by_height():
+    manifest = SimpleNamespace(sizes=((512, 768), (768, 512), (512, 512)))
+    assert read_size("768x512", manifest) == read_size("auto", manifest) == (512, 768)
+    assert read_size("512x768", manifest) == (768, 512)
+    with pytest.raises(RefusedError, match="one of 768x512, 512x768, 512x512, or auto") as refused:
+        read_size("1024x1024", manifest)
+    assert refused.value.parameter == "size"
 
 
 def test_one_seed_for_each_picture(front, client):

@@ -28,15 +28,17 @@ class Request(BaseModel):
 
     prompt: str = Field(description="what the picture shows", max_length=MOST_CHARACTERS)
     model: str | None = _field("the served model's id (default: that model)")
-    n: int | None = _field("number of pictures", 1, ge=1, le=MOST_PICTURES)
+    n: int | None = _field("number of pictures, 1 to 10", 1, ge=1, le=MOST_PICTURES)
     size: str | None = _field("WIDTHxHEIGHT, a size of the export, or auto: its first", "auto")
     response_format: Literal["b64_json", "url"] | None = _field("b64_json alone", "b64_json")
     output_format: Literal["png", "jpeg", "webp"] | None = _field("png, jpeg or webp", "png")
-    output_compression: int | None = _field("quality of a jpeg or a webp", BEST, ge=0, le=BEST)
+    output_compression: int | None = _field(
+        "quality of a jpeg or webp, 0 to 100", BEST, ge=0, le=BEST
+    )
     background: Literal["auto", "opaque", "transparent"] | None = _field("auto or opaque", "auto")
     stream: bool | None = _field("send events, each picture as soon as it is made", False)
     partial_images: int | None = _field(
-        "unfinished pictures, sent on the way in a stream", 0, ge=0, le=MOST_PARTIAL
+        "unfinished pictures, 0 to 3, sent on the way in a stream", 0, ge=0, le=MOST_PARTIAL
     )
     quality: str | None = _field(f"{IGNORED}: give num_steps", max_length=LONGEST_TEXT)
     style: str | None = _field(f"{IGNORED}: the prompt says it", max_length=LONGEST_TEXT)
