@@ -103,10 +103,11 @@ class Reader:
         if count > most:
             raise RefusedError(422, f"n is a whole number from 1 to {most}. Received: {count}", "n")
         given = given_values(asked)
-        height, width = read_size(given.get("size", AUTO), manifest)
+        size = given.get("size", AUTO)
+        height, width = read_size(size, manifest)
         own = {name: value for name, value in given.items() if name in CALL_FIELDS}
         call = {**settings.call_defaults(manifest), **own, **pictures, "prompt": asked.prompt}
-        if "height" in Call.parameters():
+        if size != AUTO and "height" in Call.parameters():
             call |= {"height": height, "width": width}
         delivery = Delivery(
             count=count,
