@@ -113,3 +113,24 @@ def shaped_export(folder):
         sizes=((16, 16), (16, 24)), batch_sizes=(2, 1), max_steps=2, verify="full"
     )
     export(open_checkpoint(micro_folder()), folder, options)
+
+
+def micro_of_kind(folder: Path, latent_inputs: str, in_channels: int) -> None:
+    """Export the smallest checkpoint with a UNet that takes a picture beside the noise."""
+    denoiser = replace(micro.CONFIG.denoiser, in_channels=in_channels)
+    config = replace(micro.CONFIG, denoiser=denoiser, latent_inputs=latent_inputs).check()
+    make_random(config, folder.parent / "checkpoint")
+    options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="off")
+    export(open_checkpoint(folder.parent / "checkpoint"), folder, options)
+
+
+@once
+def painting_export(folder):
+    """Like `micro_export`, but it paints inside a mask."""
+    micro_of_kind(folder, "mask_and_image", 9)
+
+
+@once
+def editing_export(folder):
+    """Like `micro_export`, but it edits a picture by instruction."""
+    micro_of_kind(folder, "image", 8)

@@ -5,6 +5,7 @@ import functools
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 from sd_tf.bench.application import free_ports
@@ -15,6 +16,7 @@ from sd_tf.serving.ray_app.settings import Settings
 from tests.exports import micro_export
 
 COMPONENTS = ("text_encoder", "diffusion_model", "decoder")
+WITH_ENCODER = (*COMPONENTS, "image_encoder")
 
 
 class Handle:
@@ -28,11 +30,11 @@ class Handle:
 
 
 @functools.cache
-def handles() -> dict[str, Handle]:
-    """Of the micro export's models, without XLA; once for the process."""
+def handles(folder: Path, components: tuple[str, ...] = COMPONENTS) -> dict[str, Handle]:
+    """Of an export's models, without XLA; once for the process."""
     return {
-        name: Handle(ModelReplica(str(micro_export()), name, False, None, None, False, 60.0))
-        for name in COMPONENTS
+        name: Handle(ModelReplica(str(folder), name, False, None, None, False, 60.0))
+        for name in components
     }
 
 
@@ -44,19 +46,18 @@ class RunningFront:
 
 
 @contextmanager
-def running_front(**settings):
-    """Yield a front with these settings."""
+def running_front(folder: Path | None = None, components=COMPONENTS, **settings):
+    """Yield a front with these settings, for the export in `folder` or the micro export."""
+    folder = micro_export() if folder is None else folder
     http, grpc = free_ports(2)
-    chosen = Settings(
-        str(micro_export()), http_port=http, grpc_port=grpc, jit_compile=False, **settings
-    )
+    chosen = Settings(str(folder), http_port=http, grpc_port=grpc, jit_compile=False, **settings)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     async def start() -> Front:
         front = object.__new__(Front)
-        await front.__init__(with_scales(chosen, list(COMPONENTS)), handles())
+        await front.__init__(with_scales(chosen, list(components)), handles(folder, components))
         return front
 
     async def stop(front: Front) -> None:

@@ -771,12 +771,27 @@ def test_a_field_that_the_page_has_never_heard_of(page, tmp_path):
 def test_the_page_about_the_api(browser, url, size, tmp_path):
     """Every parameter with its default, from the server alone."""
     with opened(browser, f"{url}docs", viewport=size) as (page, seen):
-        expect(page.get_by_text("POST /generate")).to_be_visible()
-        row = page.get_by_role("row").filter(has_text="num_steps")
-        expect(row).to_contain_text("integer")
-        expect(row).to_contain_text("20")
-        for name in ("prompt", "strength", "seed", "count"):
-            expect(page.get_by_role("rowheader", name=name, exact=True)).to_be_visible()
+
+        def operation(path):
+            title = page.get_by_role("heading", name=f"POST {path}", exact=True)
+            return page.locator("section").filter(has=title)
+
+        for path, names in (
+            ("/generate", ("prompt", "strength", "seed", "count")),
+            ("/v1/images/generations", ("prompt", "strength", "seed", "n")),
+            ("/v1/images/edits", ("prompt", "image", "mask", "n")),
+        ):
+            row = (
+                operation(path)
+                .get_by_role("row")
+                .filter(has=page.get_by_role("rowheader", name="num_steps", exact=True))
+            )
+            expect(row).to_contain_text("integer")
+            expect(row).to_contain_text("20")
+            for name in names:
+                header = operation(path).get_by_role("rowheader", name=name, exact=True)
+                expect(header).to_be_visible()
+        expect(operation("/v1/images/edits").locator("pre")).to_contain_text("-F image=@picture")
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         page.screenshot(path=artifacts(tmp_path) / f"docs-{size['width']}.png", full_page=True)
         assert not [request for request in seen.requests if not request.startswith(url)]

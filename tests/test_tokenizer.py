@@ -81,6 +81,12 @@ def test_equals_transformers(both):
     np.testing.assert_array_equal(ids, expected(reference, texts))
 
 
+def test_counts_are_those_of_transformers(both):
+    reference, ours = both
+    lengths = [len(ids) - 2 for ids in reference(FIXED_TEXTS).input_ids]
+    assert [ours.count(text) for text in FIXED_TEXTS] == lengths
+
+
 def test_golden():
     ids = ClipTokenizer.clip()("a caterpillar smoking a hookah while sitting on a mushroom")[0]
     assert ids[:5].tolist() == [START_TOKEN, 320, 27111, 9038, 320]

@@ -136,6 +136,10 @@ class Chain:
         check_image_encoder(self.manifest)
         return self._replicas[0].encode(to_model(pictures))
 
+    def count_tokens(self, text: str) -> int:
+        """Count a text's tokens, as the first text encoder's tokenizer divides it."""
+        return next(iter(self._tokenizers.values())).count(text)
+
     def _tokens(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
         """Tokenize a chunk's prompts, and its negative prompts where there are any."""
         negative = None

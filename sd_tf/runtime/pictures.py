@@ -2,7 +2,9 @@
 
 import io
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -21,18 +23,35 @@ class PictureError(SdTfError):
 
 def open_picture(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image:
     """Open a picture, upright and RGB, in its own size."""
+    return _opened(source, most_pixels, to_rgb)
+
+
+def open_alpha(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image | None:
+    """Open a picture's alpha channel, upright, 0 where it is transparent; None: it has none."""
+    return _opened(source, most_pixels, _alpha)
+
+
+def _opened(source, most_pixels: float, convert: Callable[[Image.Image], Any]) -> Any:
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file, formats=FORMATS) as image:  # decodes nothing yet
             if math.prod(image.size) > most_pixels:
                 raise PictureError(f"the picture has more than {most_pixels} pixels")
-            return to_rgb(ImageOps.exif_transpose(image))
+            return convert(ImageOps.exif_transpose(image))
     except (FileNotFoundError, PictureError):
         raise
     except UnidentifiedImageError as error:
         raise PictureError("this is not a PNG, JPEG, WebP or AVIF picture") from error
     except Exception as error:  # Pillow raises many types for damaged or too large files
         raise PictureError(f"the picture is damaged ({error})") from error
+
+
+def _alpha(image: Image.Image) -> Image.Image | None:
+    return image.convert("RGBA").getchannel("A") if _has_alpha(image) else None
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -42,7 +61,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         is_16_bit = image.mode != "I" or levels.max() > 255  # "I" has 32 bits, of any range
         scale = 255.0 / 65535.0 if is_16_bit else 1.0
         return Image.fromarray(np.round(levels * scale).clip(0, 255).astype("uint8")).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    if _has_alpha(image):
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")

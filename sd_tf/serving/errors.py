@@ -12,8 +12,14 @@ class ServingError(SdTfError):
 
 
 class RefusedError(Exception):
-    """A request that cannot be answered: HTTP's status and why."""
+    """A request that cannot be answered: HTTP's status and why.
 
-    def __init__(self, status: int, message: str):
+    Where they are known, also the parameter that is wrong, and a word for programs for what is
+    wrong with it.
+    """
+
+    def __init__(
+        self, status: int, message: str, parameter: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.parameter, self.code = status, message, parameter, code

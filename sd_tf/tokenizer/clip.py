@@ -135,6 +135,10 @@ class ClipTokenizer:
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
+    def count(self, text: str) -> int:
+        """Count a text's tokens, those that are cut off included, start and end token not."""
+        return len(self.tokens(text)[0])
+
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
         """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
         texts = [texts] if isinstance(texts, str) else texts

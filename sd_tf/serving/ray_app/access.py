@@ -13,7 +13,8 @@ from sd_tf.serving.errors import RefusedError, ServingError
 
 SHORTEST_KEY = 16  # characters
 SCHEME = "bearer"
-JSON = "application/json"
+JSON, FORM = "application/json", "multipart/form-data"
+FORM_PATHS = ("/v1/images/edits",)  # whose bodies are forms; all others are JSON
 PORTS = {"http": 80, "https": 443}  # that browsers leave out of an origin
 # Paths without secrets, which answer without the key: the page itself, and whether the server runs.
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready")
@@ -33,13 +34,29 @@ class Access:
         self._check_host(headers.get("host", ""))
         if method not in ("GET", "HEAD"):
             self._check_origin(headers)
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != JSON:
-                raise RefusedError(
-                    415, f"Send the header `Content-Type: {JSON}`. Received: {_shown(kind)}"
-                )
+            self._check_kind(path, headers)
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             self.check_key(headers.get("authorization"))
+
+    def _check_kind(self, path: str, headers: Mapping[str, str]) -> None:
+        """Refuse bodies that a page of another site could send without asking this server first.
+
+        Its browser asks before it sends JSON, and before it sends the header `Authorization`, but
+        not before it sends a form. So a form needs that header, whether there is a key or not.
+        """
+        wanted = FORM if path in FORM_PATHS else JSON
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != wanted:
+            raise RefusedError(
+                415, f"Send the header `Content-Type: {wanted}`. Received: {_shown(kind)}"
+            )
+        scheme = headers.get("authorization", "").partition(" ")[0]
+        if wanted == FORM and scheme.lower() != SCHEME:
+            raise RefusedError(
+                401,
+                "Send a form with the header `Authorization: Bearer KEY`, with any KEY if the "
+                "server has none.",
+            )
 
     def check_key(self, authorization: str | None) -> None:
         """Compare the key of an `Authorization` header, in a time that tells nothing about it."""

@@ -76,7 +76,7 @@ _NAMES = {kind.__name__ if isinstance(kind, type) else str(kind) for kind in TYP
 TYPE_NAMES = _NAMES | {f"list[{name}]" for name in _NAMES}
 
 
-def _field(known: Parameter) -> tuple[Any, Any]:
+def field_of(known: Parameter) -> tuple[Any, Any]:
     """Return a parameter's type and pydantic field; its bounds are checked by the call itself."""
     kind = TYPES[known.kind]
     if known.each and not known.is_file:
@@ -97,18 +97,28 @@ Body = create_model(
     "Body",
     __config__=ConfigDict(extra="forbid", strict=True, json_schema_extra={"title": "Pictures"}),
     __module__=__name__,
-    **{name: _field(known) for name, known in body_parameters().items()},
+    **{name: field_of(known) for name, known in body_parameters().items()},
 )
 
 
 def values_of(body: bytes) -> dict[str, Any]:
     """Return the values that a body gives, checked by type."""
+    check_commas(body)
+    try:
+        read = Body.model_validate_json(body)
+    except ValidationError as error:
+        raise RefusedError(422, problems(error, Body)) from error
+    return given_values(read)
+
+
+def check_commas(body: bytes) -> None:
+    """Refuse a body of so many values that parsing it would cost much."""
     if body.count(b",") > MOST_COMMAS:
         raise RefusedError(422, f"The body has more than {MOST_COMMAS} commas.")
-    try:
-        read: BaseModel = Body.model_validate_json(body)
-    except ValidationError as error:
-        raise RefusedError(422, _problems(error)) from error
+
+
+def given_values(read: BaseModel) -> dict[str, Any]:
+    """Return the values that a body gives, by name; null is as good as nothing."""
     values = {name: getattr(read, name) for name in read.model_fields_set}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -117,7 +127,7 @@ def values_of(body: bytes) -> dict[str, Any]:
 class GenerateRequest:
     """The pictures that a body asks for."""
 
-    call: Mapping[str, Any]
+    call: Mapping[str, Any]  # the parameters that are given; pictures are opened
     delivery: Delivery
 
     @classmethod
@@ -129,7 +139,12 @@ class GenerateRequest:
             checked = {name: DELIVERY[name].check(value) for name, value in delivery.items()}
         except ValueError as error:
             raise RefusedError(422, str(error)) from error
-        return cls(values, Delivery(**checked))
+        known = Call.parameters()
+        call = {
+            name: _picture(name, value) if known[name].is_file else value
+            for name, value in values.items()
+        }
+        return cls(call, Delivery(**checked))
 
     def jobs(self, manifest: Manifest, export: str, most: int, streams: bool) -> list[Job]:
         """Return a job for each picture, all with one queue of events, or refuse the call.
@@ -142,15 +157,11 @@ class GenerateRequest:
         if not 1 <= count <= most:
             raise RefusedError(422, f"One call gives 1 to {most} pictures. Received: {count}")
         prompts = [prompt for prompt in given for _ in range(self.delivery.count)]
-        known = Call.parameters()
-        values = {
-            name: _picture(name, value) if known[name].is_file else value
-            for name, value in self.call.items()
-        }
         try:
-            request = read_request(manifest, Call(**{**values, "prompt": prompts}))
+            request = read_request(manifest, Call(**{**self.call, "prompt": prompts}))
         except (ExportError, ValueError) as error:
-            raise RefusedError(422, str(error)) from error
+            wrong = getattr(error, "parameter", None)
+            raise RefusedError(422, str(error), wrong) from error
         calls = request.model_calls - request.start
         together = Together(export, request.shared.alike(), calls)
         events = Events()
@@ -223,18 +234,18 @@ def _picture(name: str, content: str) -> Image.Image:
         raise RefusedError(422, f"{name}: this is not base64 ({error}).") from error
 
 
-def _problems(error: ValidationError) -> str:
+def problems(error: ValidationError, body: type[BaseModel]) -> str:
     """Return the first problems of a body as one text."""
     errors = error.errors(include_url=False, include_input=False, include_context=False)
-    shown = [_problem(one)[:LONGEST_PROBLEM] for one in errors[:MOST_PROBLEMS]]
+    shown = [_problem(one, body)[:LONGEST_PROBLEM] for one in errors[:MOST_PROBLEMS]]
     more = len(errors) - len(shown)
     return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
-def _problem(error: dict) -> str:
+def _problem(error: dict, body: type[BaseModel]) -> str:
     place = ".".join(
         str(part) for i, part in enumerate(error["loc"]) if i == 0 or part not in TYPE_NAMES
     )
     if error["type"] == "extra_forbidden":
-        return f"{place}: there is no such parameter. There are {', '.join(body_parameters())}."
+        return f"{place}: there is no such parameter. There are {', '.join(body.model_fields)}."
     return f"{place}: {error['msg']}" if place else error["msg"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,9 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from sd_tf.runtime.call import use_of_picture
-from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.devices import see_reserved_gpus
-from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.access import Access
 from sd_tf.serving.ray_app.admission import BODIES, Room, Slots
 from sd_tf.serving.ray_app.batching import Job
@@ -22,11 +21,13 @@ from sd_tf.serving.ray_app.http import (
     BODY_WITHIN,
     WEB,
     body_size,
+    collected,
     event_lines,
     make_app,
     read_body,
     unless_gone,
 )
+from sd_tf.serving.ray_app.images_api.api import ImagesApi
 from sd_tf.serving.ray_app.listen import STOP_WITHIN, HttpServer
 from sd_tf.serving.ray_app.predictions import Predictions, start_grpc
 from sd_tf.serving.ray_app.remote import LOST, ask
@@ -77,6 +78,7 @@ class Front:
             self.room,
             most,
         )
+        self.images = ImagesApi(self.drawing, settings, self._admit, self.predictions.rest)
         self.http = HttpServer(self._app(access), settings.host, settings.http_port)
         self.grpc = await start_grpc(self.predictions, settings.host, settings.grpc_port)
 
@@ -95,7 +97,7 @@ class Front:
         return ray.util.get_node_ip_address()
 
     def _app(self, access: Access) -> FastAPI:
-        app = make_app(access)
+        app = make_app(access, self.images.error_answer)
         for path, answer, summary in (
             ("/", self.page, None),
             ("/docs", self.docs, None),
@@ -105,6 +107,7 @@ class Front:
         ):
             app.get(path, summary=summary, include_in_schema=summary is not None)(answer)
         app.post("/generate", summary="Make pictures", openapi_extra=GENERATE)(self.generate)
+        self.images.add_routes(app)
         api = app.api_route("/v1/{path:path}", methods=["GET", "POST"], include_in_schema=False)
         api(self.predictions.rest)
         return app
@@ -134,7 +137,9 @@ class Front:
                 "batch_sizes": shapes.batch_sizes,
                 "schedulers": most_steps,
                 "use_of_picture": use_of_picture(manifest),
-                "fields": form_fields(manifest, self._defaults(manifest), settings.max_count),
+                "fields": form_fields(
+                    manifest, settings.call_defaults(manifest), settings.max_count
+                ),
                 "examples": settings.examples,
             }
         )
@@ -159,45 +164,32 @@ class Front:
         events = self.drawing.follow(jobs, timeout)
         if streams:
             return StreamingResponse(event_lines(events), media_type="text/event-stream")
-        return await unless_gone(request, _together(events))
+        images, done = await unless_gone(request, collected(events))
+        return JSONResponse({"images": images, **done})
 
     async def _read(self, request: Request, streams: bool) -> tuple[list[Job], float]:
         """Read a body and queue its jobs; also return the seconds that they may take."""
         served, settings = self.drawing.served, self.settings
 
         def read(body: bytes) -> tuple[list[Job], float | None]:
-            wanted = GenerateRequest.read(body, self._defaults(served.manifest))
+            wanted = GenerateRequest.read(body, settings.call_defaults(served.manifest))
             jobs = wanted.jobs(served.manifest, served.digest, settings.max_count, streams)
             return jobs, wanted.delivery.timeout
 
+        jobs, timeout = await self._admit(request, read)
+        return jobs, settings.timeout if timeout is None else timeout
+
+    async def _admit(
+        self, request: Request, read: Callable[[bytes], tuple[list[Job], Any]]
+    ) -> tuple[list[Job], Any]:
+        """Have a body read once there is room for it, and queue the jobs that it asks for.
+
+        Returns what `read` returned, which a thread calls: the jobs and what else is to be known.
+        """
         with self.arriving.taken(others=len(self.drawing.batcher)):
             async with self.room.held(body_size(request, GENERATE_BODY)):
                 body = await read_body(request, GENERATE_BODY)
                 loop = asyncio.get_running_loop()
-                jobs, timeout = await loop.run_in_executor(self.readers, read, body)
+                jobs, more = await loop.run_in_executor(self.readers, read, body)
                 await self.drawing.put(jobs)
-        return jobs, settings.timeout if timeout is None else timeout
-
-    def _defaults(self, manifest: Manifest) -> dict[str, Any]:
-        """Return this server's own defaults for parameters of a call, by name."""
-        return {
-            "num_steps": min(self.settings.num_steps, manifest.max_steps),
-            "guidance_scale": self.settings.guidance_scale,
-        }
-
-
-async def _together(events) -> JSONResponse:
-    """Return the answer that has all pictures of a call."""
-    images = []
-    try:
-        async for name, content in events:
-            if name == "error":
-                raise RefusedError(content["status"], content["error"])
-            if name == "image":
-                images.append(content)
-            if name == "done":
-                images.sort(key=lambda image: image["index"])
-                return JSONResponse({"images": images, **content})
-    finally:
-        await events.aclose()
-    raise AssertionError("a call ends in done or in an error")
+        return jobs, more

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,13 @@ HEADERS = {
 log = logging.getLogger("ray.serve")
 
 
-def make_app(access: Access) -> FastAPI:
+def plain_error(path: str, error: RefusedError, headers: Mapping[str, str]) -> JSONResponse:
+    """Return the answer to a request for `path` that is refused."""
+    return JSONResponse({"error": error.message}, error.status, headers)
+
+
+def make_app(access: Access, error_answer: Callable[..., JSONResponse] = plain_error) -> FastAPI:
+    """Make an application without routes; `error_answer` is called as `plain_error` is."""
     app = FastAPI(
         title="sd_tf",
         version=sd_tf.__version__,
@@ -46,6 +52,7 @@ def make_app(access: Access) -> FastAPI:
         docs_url=None,  # FastAPI's page loads scripts from elsewhere; `docs.html` replaces it
         redoc_url=None,
     )
+    app.state.error_answer = error_answer
     app.mount("/static", StaticFiles(directory=WEB))
     app.add_middleware(Guard, access=access)
     app.add_middleware(
@@ -124,16 +131,19 @@ class Answers:
             if has_begun:
                 raise
             log.exception("%s %s failed", scope["method"], scope["path"])
-            await _error("The server failed. Its log says why.", 500)(scope, receive_on, send_on)
+            failed = RefusedError(500, "The server failed. Its log says why.")
+            await _error(Request(scope), failed)(scope, receive_on, send_on)
 
 
-def _error(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": message}, status, headers)
+def _error(
+    request: Request, error: RefusedError, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    return request.app.state.error_answer(request.scope["path"], error, headers or {})
 
 
 async def unknown(request: Request, error: HTTPException) -> JSONResponse:
     """Answer for a path or a method that there is not."""
-    return _error(error.detail, error.status_code, error.headers)
+    return _error(request, RefusedError(error.status_code, error.detail), error.headers)
 
 
 async def refused(request: Request, error: RefusedError) -> JSONResponse:
@@ -142,7 +152,7 @@ async def refused(request: Request, error: RefusedError) -> JSONResponse:
         headers["Retry-After"] = str(RETRY_AFTER)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return _error(error.message, error.status, headers)
+    return _error(request, error, headers)
 
 
 def body_size(request: Request, most: int) -> int:
@@ -188,6 +198,22 @@ async def _gone(request: Request) -> None:
     """Return when the client of a request, whose body was read, has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def collected(events) -> tuple[list[dict], dict]:
+    """Return the pictures of a call in order, and what its last event says; raise its error."""
+    images = []
+    try:
+        async for name, content in events:
+            if name == "error":
+                raise RefusedError(content["status"], content["error"])
+            if name == "image":
+                images.append(content)
+            if name == "done":
+                return sorted(images, key=lambda image: image["index"]), content
+    finally:
+        await events.aclose()
+    raise AssertionError("a call ends in done or in an error")
 
 
 async def event_lines(events) -> AsyncIterator[str]:

@@ -1,8 +1,10 @@
 """The settings of the application."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from sd_tf.runtime.call import Call
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape
 
 
@@ -44,3 +46,10 @@ class Settings:
     examples: tuple[str, ...] = ()
     watch: float = 2.0  # seconds between checks for a new export; 0: never
     keep_old: float = 60.0  # seconds that an export stays loaded after a newer one was taken up
+
+    def call_defaults(self, manifest: Manifest) -> dict[str, Any]:
+        """Return this server's own defaults for parameters of a call, by name."""
+        return {
+            "num_steps": min(self.num_steps, manifest.max_steps),
+            "guidance_scale": self.guidance_scale,
+        }

@@ -5,6 +5,8 @@ import { KEY_HEADER } from "./curl.js";
 import { byId, element } from "./dom.js";
 import * as key from "./key.js";
 
+const FORM = "multipart/form-data";
+
 async function show() {
   const [described, about] = await Promise.all([api.openapi(), api.about()]);
   const { title, version, description } = described.info;
@@ -21,13 +23,13 @@ async function show() {
 }
 
 function section(path, method, operation, defaults) {
-  const schema = operation.requestBody?.content["application/json"].schema;
+  const [kind, body] = Object.entries(operation.requestBody?.content ?? {})[0] ?? [];
   return element(
     "section",
     { class: "card operation" },
     element("h2", {}, element("code", {}, `${method.toUpperCase()} ${path}`)),
     element("p", {}, ...marked([operation.summary, operation.description])),
-    ...(schema === undefined ? [] : [table(schema, defaults), example(path)]),
+    ...(body === undefined ? [] : [table(body.schema, defaults), example(path, kind)]),
   );
 }
 
@@ -58,7 +60,10 @@ function table(schema, defaults) {
   return element("div", { class: "wide", tabindex: 0 }, element("table", {}, head, body));
 }
 
-function types({ type, anyOf = [{ type }] }) {
+function types({ type, format, anyOf = [{ type }] }) {
+  if (format === "binary") {
+    return "file";
+  }
   return anyOf
     .filter((one) => one.type !== "null")
     .map((one) => (one.type === "array" ? `list of ${one.items.type}s` : one.type))
@@ -75,11 +80,17 @@ function meaning({ description, minimum, exclusiveMinimum, maximum, maxLength })
   return [description, ...bounds].join("; ");
 }
 
-function example(path) {
+function example(path, kind) {
   const address = new URL(`.${path}`, document.baseURI).href;
-  const body = JSON.stringify({ prompt: "a large red star", seed: 1 });
+  const start = `curl -sS '${address}'`;
   const sent = key.isKnown() ? ` ${KEY_HEADER}` : "";
-  const text = `curl -sS '${address}' -H 'content-type: application/json'${sent} -d '${body}'`;
+  if (kind === FORM) {
+    const header = sent || " -H 'authorization: Bearer none'"; // a form needs one
+    const text = `${start}${header} -F image=@picture.png -F prompt='a large red star' -F seed=1`;
+    return element("pre", { tabindex: 0 }, text);
+  }
+  const body = JSON.stringify({ prompt: "a large red star", seed: 1 });
+  const text = `${start} -H 'content-type: application/json'${sent} -d '${body}'`;
   return element("pre", { tabindex: 0 }, text);
 }
 
