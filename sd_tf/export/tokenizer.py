@@ -1,4 +1,23 @@
-"""CLIP's tokenizer as core TensorFlow operations, to be a part of a SavedModel."""
+"""CLIP's tokenizer as core TensorFlow operations, to be a part of a SavedModel.
+
+Any program that runs TensorFlow's own graphs can then take texts; TensorFlow Serving needs neither
+our code nor `tokenizers`. Ids equal those of `ClipTokenizer` and of transformers' `CLIPTokenizer`,
+whichever Unicode their library knows, except for the following:
+
+- Bytes that are not UTF-8 are read as U+FFFD, one for each that Python's `errors="replace"` would
+  give. Those two take Python's texts, which cannot hold such bytes.
+- A text of more than `MOST_CHARACTERS` characters is refused, because the time for one long word
+  grows faster than the word.
+- Nothing is logged when the end of a text is cut off.
+- `tables_of` refuses tokenizers with other rules than CLIP's, and added tokens that take the white
+  space around them, contain some, or match whole words only. Those are rules beyond its tables.
+- transformers 4 has a second, slow class, which cleans texts in its own way. Its ids differ from
+  those of the fast class, which these are.
+
+The texts of a batch are one vector of characters, in which each text ends with a character of its
+own, TEXT_END. Special tokens are replaced by such characters, too. Steps that few texts need, such
+as composing accents, are in branches, and take no time otherwise.
+"""
 
 import tensorflow as tf
 
@@ -17,6 +36,7 @@ from sd_tf.export.tokenizer_tables import (
 )
 from sd_tf.runtime.call import MOST_CHARACTERS
 from sd_tf.tokenizer.characters import NUMBER, SPACE
+from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.tokenizer.tables import (
     CLASS_BITS,
     FIRST_TOKEN,
@@ -35,11 +55,11 @@ from sd_tf.tokenizer.tables import (
 class GraphTokenizer(tf.Module):
     """Texts → int32 ids of a fixed length: start token, text, end token, padding."""
 
-    def __init__(self, tables: TokenizerTables, max_length: int = 77):
+    def __init__(self, tables: TokenizerTables, max_length: int):
         super().__init__()
         if max_length < 2:
-            raise ValueError(
-                f"`max_length` must leave room for the start and the end token. "
+            raise TokenizerError(
+                f"`max_length` must be at least 2, for the start and the end token. "
                 f"Received: {max_length}"
             )
         self.max_length = max_length
@@ -54,9 +74,8 @@ class GraphTokenizer(tf.Module):
         self.words = hash_table([*tables.words, ""], [*tables.word_ids, MISSING], MISSING)
         self.byte_pairs = BytePairs(tables.byte_ids, tables.merges)
         # Traced once, however many signatures use it.
-        self.tokenize = tf.function(
-            self._tokenize, [tf.TensorSpec([None], "string", "texts")], autograph=False
-        )
+        spec = tf.TensorSpec([None], "string", "texts")
+        self.tokenize = tf.function(self._tokenize, autograph=False).get_concrete_function(spec)
 
     def __call__(self, texts):
         """Encode texts: string (N,) → int32 (N, max_length)."""
@@ -134,11 +153,11 @@ class GraphTokenizer(tf.Module):
         A phrase counts where a word begins, or else where another phrase ends that counts.
         """
         start, length, value = self.finder.longest(code, positions(may_phrase), PHRASE)
-        begins_row = shifted(start + length, MISSING) != start
-        counts = tf.gather(begins, start)
-        before = counted(counts) - tf.cast(counts, "int32")
-        before_row = tf.gather(tf.boolean_mask(before, begins_row), counted(begins_row) - 1)
-        start, length, value = take(counted(counts) > before_row, start, length, value)
+        is_first = shifted(start + length, MISSING) != start  # of a chain of phrases
+        at_word = tf.gather(begins, start)
+        before = tf.boolean_mask(counted(at_word) - tf.cast(at_word, "int32"), is_first)
+        before_chain = tf.gather(before, counted(is_first) - 1)
+        start, length, value = take(counted(at_word) > before_chain, start, length, value)
         # No word begins inside a contraction, and one may begin behind every phrase.
         whole, whole_length = take(value == WHOLE, start, length)
         inner = tf.concat([whole + 1, tf.boolean_mask(whole + 2, whole_length == 3)], 0)

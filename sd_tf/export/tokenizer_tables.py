@@ -29,7 +29,7 @@ class Pairs(tf.Module):
     def __init__(self, first, second, values, default: int = MISSING):
         super().__init__()
         keys = (np.asarray(first, "int64") << 32) | np.asarray(second, "int64")
-        self.table = hash_table([*keys, MISSING], [*values, default], default)
+        self.table = hash_table(np.append(keys, MISSING), np.append(values, default), default)
 
     def __call__(self, first, second):
         """Look up numbers; a first one of `MISSING` is in no pair."""

@@ -1,4 +1,8 @@
-"""A CLIP tokenizer as NumPy tables, for an implementation that cannot call `tokenizers`."""
+"""A CLIP tokenizer as NumPy tables, for an implementation that cannot call `tokenizers`.
+
+Everything is read off the tokenizer, so that any vocabulary, padding and added tokens will do. The
+rules that are not tables have to be CLIP's.
+"""
 
 import json
 from collections.abc import Mapping
@@ -43,6 +47,7 @@ NORMALIZER = {
 MODEL = {
     "type": "BPE",
     "dropout": None,
+    "continuing_subword_prefix": "",
     "end_of_word_suffix": WORD_END,
     "fuse_unk": False,
     "byte_fallback": False,
@@ -106,6 +111,7 @@ def tables_of(tokenizer: ClipTokenizer) -> TokenizerTables:
     backend = tokenizer.backend
     rules = json.loads(backend.to_str())
     named = _check_rules(rules)
+    byte_ids = _byte_ids(rules["model"])
     start_id, end_id = _frame(backend)
     raw, normalized, token_ids = _tokens(rules["added_tokens"], backend)
     phrases = dict.fromkeys(CONTRACTIONS, WHOLE) | dict.fromkeys(named, SPLIT)
@@ -120,7 +126,7 @@ def tables_of(tokenizer: ClipTokenizer) -> TokenizerTables:
         finds_normalized=bool(normalized),
         words=words,
         word_ids=word_ids,
-        byte_ids=_byte_ids(rules["model"]),
+        byte_ids=byte_ids,
         merges=_merges(rules["model"]),
         start_id=start_id,
         end_id=end_id,
@@ -130,38 +136,38 @@ def tables_of(tokenizer: ClipTokenizer) -> TokenizerTables:
 
 def _check_rules(rules: dict) -> tuple[str, ...]:
     """Compare the rules with CLIP's; return the tokens that the words' expression names."""
-    model = {key: rules["model"].get(key) for key in MODEL}
+    model = rules["model"] | {
+        "continuing_subword_prefix": rules["model"].get("continuing_subword_prefix") or ""
+    }
     for key, value in MODEL.items():
-        _require_rule(f"model's {key}", value, model[key])
-    _require_rule(
-        "model's continuing_subword_prefix",
-        "",
-        rules["model"].get("continuing_subword_prefix") or "",
-    )
+        _require_rule(f"model's {key}", value, model.get(key))
     _require_rule("normalizer", NORMALIZER, rules["normalizer"])
     found = rules["pre_tokenizer"] or {}
-    steps = found.get("pretokenizers", [{}])
+    steps = found.get("pretokenizers") or [{}]
     expression = steps[0].get("pattern", {}).get("Regex")
     expression = expression if expression in NAMED else WORDS
-    expected = {
+    _require_rule("pre_tokenizer", _pre_tokenizer(expression), _without_offsets(found))
+    return NAMED[expression]
+
+
+def _pre_tokenizer(expression: str) -> dict:
+    split = {"type": "Split", "pattern": {"Regex": expression}}
+    return {
         "type": "Sequence",
         "pretokenizers": [
-            {
-                "type": "Split",
-                "pattern": {"Regex": expression},
-                "behavior": "Removed",
-                "invert": True,
-            },
-            {
-                "type": "ByteLevel",
-                "add_prefix_space": False,
-                "trim_offsets": steps[-1].get("trim_offsets"),  # of no effect on ids
-                "use_regex": True,
-            },
+            {**split, "behavior": "Removed", "invert": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
         ],
     }
-    _require_rule("pre_tokenizer", expected, found)
-    return NAMED[expression]
+
+
+def _without_offsets(rules: dict) -> dict:
+    """Leave out what has no effect on ids."""
+    steps = [
+        {key: value for key, value in step.items() if key != "trim_offsets"}
+        for step in rules.get("pretokenizers", [])
+    ]
+    return rules | {"pretokenizers": steps}
 
 
 def _require_rule(name: str, expected, found) -> None:
@@ -291,7 +297,8 @@ def _merges(model: dict) -> Merges:
     for rank, pair in enumerate(zip(left, right, strict=True)):
         if any(made.get(index, -1) >= rank for index in pair):
             raise TokenizerError(
-                f"A merge must come after those that make its parts. Received: {ordered[rank]}, "
-                "which comes before. Sort merges.txt by rank."
+                f"A merge must come after all that make its parts, as training leaves them. "
+                f"Received: {' '.join(ordered[rank])!r}, which comes before. Such a tokenizer has "
+                "to stay outside the graph."
             )
     return Merges(left, right, merged.astype("int32"))
