@@ -29,7 +29,7 @@ ALLOWED = {
     "components": {"config", "runtime", "sampling", "models", "weights"},
     "export": {
         *("checkpoints", "components", "config", "files", "models", "runtime", "sampling"),
-        "weights",
+        *("tokenizer", "weights"),
     },
     "jax": {
         *("components", "config", "files", "models", "runtime", "sampling", "tokenizer"),
@@ -113,6 +113,7 @@ def test_nothing_imports_a_command():
         ("sd_tf", "tensorflow", ("keras", "tensorflow", "numpy")),
         ("sd_tf.config", "tensorflow", ("keras", "tensorflow", "jax", "numpy")),
         ("sd_tf.tokenizer.clip", "tensorflow", ("keras", "tensorflow", "jax")),
+        ("sd_tf.tokenizer.tables", "tensorflow", ("keras", "tensorflow", "jax")),
         ("sd_tf.models", "jax", ("tensorflow", "torch")),
         (
             "sd_tf.runtime.pipeline",

@@ -98,6 +98,11 @@ class ClipTokenizer:
         return cls(backend, pad, length if length <= 10_000 else 77)
 
     @property
+    def backend(self) -> Tokenizer:
+        """The tokenizer of the `tokenizers` library that encodes the texts."""
+        return self._backend
+
+    @property
     def start_token_id(self) -> int:
         return self._backend.token_to_id(START)
 
@@ -213,14 +218,23 @@ def _shipped_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     lines = gzip.decompress(packed).decode("utf-8").split("\n")[1:]
     merge_count = START_TOKEN - 2 * 256
     merges = [tuple(line.split()) for line in lines[:merge_count]]
-    # ByteLevel's alphabet, in CLIP's order: printable bytes stand for themselves and come first.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
-    printable += range(ord("®"), ord("ÿ") + 1)
-    alphabet = [chr(byte) for byte in printable]
-    alphabet += [chr(256 + n) for n in range(256 - len(printable))]
+    alphabet = byte_alphabet().values()
     tokens = [*alphabet, *(char + WORD_END for char in alphabet)]
     tokens += ["".join(merge) for merge in merges] + [START, END]
     return {token: index for index, token in enumerate(tokens)}, merges
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return ByteLevel's character for each byte, in CLIP's order.
+
+    Printable bytes stand for themselves and come first.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    printable += range(ord("®"), ord("ÿ") + 1)
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + n) for n, byte in enumerate(others)
+    }
 
 
 def _read_vocabulary(folder: Path) -> Tokenizer:
