@@ -63,7 +63,7 @@ EXPORTING = (
     *("--precision=float16", "--max_steps=7", "--scheduler=euler", "--guidance=none"),
     *("--guidance_rescale=0.5", "--jit_compile_text_encoder", "--target=tpu"),
     *("--disable_rewrites=a,b", "--components=decoder,text_encoder", "--verify=off"),
-    *("--batch_sizes=1,4", "--sizes=64x64,64x96", "--prompt_chunks=2"),
+    *("--batch_sizes=1,4", "--sizes=64x64,64x96", "--prompt_chunks=2", "--text_to_image"),
     *("--overwrite", "--family=sd2-v", "--variant=fp16", "--revision=main", "--noema"),
 )
 MEASURING = (

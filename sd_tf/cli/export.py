@@ -33,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
             target=options.target,
             disabled_rewrites=options.disable_rewrites,
             components=options.components,
+            text_to_image=options.text_to_image,
             verify=options.verify,
             overwrite=options.overwrite,
         ),

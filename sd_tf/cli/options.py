@@ -121,6 +121,12 @@ EXPORT = (
         names,
     ),
     Option(
+        "text_to_image",
+        False,
+        "Add a SavedModel from prompts to PNG files, which needs no other code than TensorFlow's.",
+        bool,
+    ),
+    Option(
         "verify",
         "full",
         "Compare SavedModels with the models: full: plain and compiled; fast: plain alone.",

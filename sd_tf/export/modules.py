@@ -5,6 +5,7 @@ the same variables. The compiled ones are traced with the target's rewrites, the
 models are written: once for all batches of a size.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 
 import tensorflow as tf
@@ -28,7 +29,7 @@ class ComponentModule(tf.Module):
     ):
         """Trace the endpoints; without `jit_compile` only plain, but under their own names."""
         super().__init__()
-        self._variables = [slot.variable.value for slot in component.slots.values()]
+        keep_variables(self, component)
         self._rewrites, self._jit_compile = rewrites, jit_compile
         self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
         self.eager = {}  # name → the endpoint as a Python function
@@ -47,7 +48,7 @@ class ComponentModule(tf.Module):
         self.eager[name] = endpoint.function
         plain = tf.function(endpoint.function, autograph=False)
         if endpoint.compiled and self._jit_compile:
-            self._sign(name, self._compiled(endpoint.function), endpoint.inputs)
+            self._sign(name, compiled(endpoint.function, self._rewrites), endpoint.inputs)
             self._sign(PLAIN + name, plain, endpoint.inputs)
         else:
             self._sign(name, plain, endpoint.inputs)
@@ -57,35 +58,49 @@ class ComponentModule(tf.Module):
 
         def as_png(run):
             def call(latent):
-                images = run(latent=latent)["generated_images"]
-                encoded = [tf.io.encode_png(image) for image in tf.unstack(images)]
-                return {"image_bytes": tf.stack(encoded)}
+                return {"image_bytes": png_files(run(latent=latent)["generated_images"])}
 
             return tf.function(call, autograph=False)
 
-        self._sign(name, as_png(self._compiled(decode.function)), decode.inputs)
+        self._sign(name, as_png(compiled(decode.function, self._rewrites)), decode.inputs)
         self._sign(PLAIN + name, as_png(decode.function), decode.inputs)
 
-    def _compiled(self, function):
-        """Wrap a function for XLA, with the target's rewrites."""
-
-        def rewritten(**inputs):
-            with lowered(self._rewrites):
-                return function(**inputs)
-
-        return tf.function(rewritten, jit_compile=True, autograph=False)
-
     def _sign(self, name: str, body, inputs: dict[str, Spec]) -> None:
-        """Add a signature. Inputs are checked before the compiled part: XLA drops assertions."""
         counts_steps = self.tables is not None and "num_steps" in inputs
+        self.endpoints[name] = signed(body, inputs, self.tables.checks if counts_steps else None)
 
-        def call(**inputs):
-            with tf.control_dependencies(self.tables.checks(**inputs) if counts_steps else []):
-                inputs = {key: tf.identity(value) for key, value in inputs.items()}
-            return body(**inputs)
 
-        specs = {key: tf.TensorSpec(s.shape, s.dtype, key) for key, s in inputs.items()}
-        self.endpoints[name] = tf.function(call, autograph=False).get_concrete_function(**specs)
+def keep_variables(module: tf.Module, component: Component) -> None:
+    """Have a module save a component's variables, under the same names in every module."""
+    variables = [slot.variable.value for slot in component.slots.values()]
+    setattr(module, component.name, variables)
+
+
+def compiled(function, rewrites: Rewrites):
+    """Wrap a function for XLA, with the target's rewrites."""
+
+    def rewritten(**inputs):
+        with lowered(rewrites):
+            return function(**inputs)
+
+    return tf.function(rewritten, jit_compile=True, autograph=False)
+
+
+def signed(body, inputs: dict[str, Spec], checks: Callable | None = None):
+    """Trace a signature. Inputs are checked before the compiled part: XLA drops assertions."""
+
+    def call(**inputs):
+        with tf.control_dependencies([] if checks is None else checks(**inputs)):
+            inputs = {key: tf.identity(value) for key, value in inputs.items()}
+        return body(**inputs)
+
+    specs = {key: tf.TensorSpec(s.shape, s.dtype, key) for key, s in inputs.items()}
+    return tf.function(call, autograph=False).get_concrete_function(**specs)
+
+
+def png_files(images):
+    """Encode uint8 (B, H, W, 3) → string (B,)."""
+    return tf.stack([tf.io.encode_png(image) for image in tf.unstack(images)])
 
 
 class Traces:

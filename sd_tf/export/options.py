@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import Fixed, Geometry, geometry_of, refuse
+from sd_tf.config import family_of
 from sd_tf.models import lowering
 from sd_tf.weights import Checkpoint
 
@@ -17,6 +18,7 @@ class ExportOptions(Fixed):
     target: str | None = None  # of lowering.TARGETS; None: this machine's best device
     disabled_rewrites: Sequence[str] = ()
     components: Sequence[str] = COMPONENTS
+    text_to_image: bool = False  # add the SavedModel from prompts to PNG files
     verify: str = "full"
     overwrite: bool = False
 
@@ -33,4 +35,11 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
         refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
     if unknown := [name for name in options.disabled_rewrites if name not in lowering.NAMES]:
         refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
+    if options.text_to_image and set(options.components) != set(COMPONENTS):
+        refuse("The text_to_image is exported with all components.", ", ".join(options.components))
+    if options.text_to_image and checkpoint.config.latent_inputs != "none":
+        refuse(
+            "The text_to_image is for checkpoints that draw from a prompt alone.",
+            family_of(checkpoint.config),
+        )
     return geometry_of(checkpoint.config, options)

@@ -8,7 +8,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from sd_tf.components.conditions import conditions_of
 from sd_tf.components.geometry import Geometry
-from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest
 from sd_tf.weights import Checkpoint
 
 # Fields of the manifest that all components share, those that the components between which latents
@@ -43,6 +43,11 @@ def merged(
     manifest: Manifest, previous: Manifest, kept: Collection[str], replaced: Collection[str]
 ) -> Manifest:
     """Return the manifest with the fields that belong to the kept components from `previous`."""
+    if TEXT_TO_IMAGE in previous.components:
+        raise ExportError(
+            f"The export's {TEXT_TO_IMAGE} shares the weights of its components, so they are "
+            f"replaced together: export all components. Received: {', '.join(replaced)}"
+        )
     keeps_latents = any(name in LATENT for name in kept)
     shared = SHARED
     if keeps_latents and any(name in LATENT for name in replaced):

@@ -53,16 +53,19 @@ from sd_tf.tokenizer.tables import (
 
 
 class GraphTokenizer(tf.Module):
-    """Texts → int32 ids of a fixed length: start token, text, end token, padding."""
+    """Texts → int32 ids of a fixed length: start token, text, end token, padding.
 
-    def __init__(self, tables: TokenizerTables, max_length: int):
+    Long texts fill several chunks, each with its own start, end and padding.
+    """
+
+    def __init__(self, tables: TokenizerTables, max_length: int, chunks: int = 1):
         super().__init__()
         if max_length < 2:
             raise TokenizerError(
                 f"`max_length` must be at least 2, for the start and the end token. "
                 f"Received: {max_length}"
             )
-        self.max_length = max_length
+        self.max_length, self.chunks = max_length, chunks
         self.start_id, self.end_id, self.pad_id = tables.start_id, tables.end_id, tables.pad_id
         self.finds_more = tables.finds_normalized
         self.properties = Pages(tables.properties)
@@ -78,7 +81,7 @@ class GraphTokenizer(tf.Module):
         self.tokenize = tf.function(self._tokenize, autograph=False).get_concrete_function(spec)
 
     def __call__(self, texts):
-        """Encode texts: string (N,) → int32 (N, max_length)."""
+        """Encode texts: string (N,) → int32 (N, max_length · chunks)."""
         return self.tokenize(texts)
 
     def _tokenize(self, texts):
@@ -174,7 +177,7 @@ class GraphTokenizer(tf.Module):
         # Every word has an id at least, so that words further on than the last id do not matter.
         lengths = tf.math.unsorted_segment_sum(tf.ones_like(row), row, count)
         place = tf.range(tf.size(row)) - tf.gather(tf.cumsum(lengths, exclusive=True), row)
-        is_split = (ids == MISSING) & (place < self.max_length - 2)
+        is_split = (ids == MISSING) & (place < self.chunks * (self.max_length - 2))
 
         def split():
             split_ids, word = self.byte_pairs(tf.boolean_mask(strings, is_split))
@@ -194,11 +197,14 @@ class GraphTokenizer(tf.Module):
         return tf.cond(tf.reduce_any(is_split), split, lambda: (ids, lengths))
 
     def _framed(self, ids, lengths):
-        """Put each row's ids between start and end token → (N, max_length)."""
-        room = self.max_length - 2
+        """Put each chunk's ids between start and end token → (N, max_length · chunks)."""
+        room, width = self.max_length - 2, self.max_length * self.chunks
         ragged = tf.RaggedTensor.from_row_lengths(ids, lengths, validate=False)
-        rows = ragged.to_tensor(self.pad_id, shape=[None, room])
+        rows = ragged.to_tensor(self.pad_id, shape=[None, room * self.chunks])
+        rows = tf.reshape(rows, [-1, room])
+        lengths = tf.reshape(lengths[:, None] - room * tf.range(self.chunks), [-1])
         start = tf.fill([tf.size(lengths), 1], self.start_id)
         rows = tf.concat([start, rows, tf.fill(tf.shape(start), self.pad_id)], 1)
-        end = tf.minimum(lengths, room) + 1
-        return tf.where(tf.range(self.max_length) == end[:, None], self.end_id, rows)
+        end = tf.clip_by_value(lengths, 0, room) + 1
+        rows = tf.where(tf.range(self.max_length) == end[:, None], self.end_id, rows)
+        return tf.reshape(rows, [-1, width])

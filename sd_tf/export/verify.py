@@ -2,13 +2,15 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 from sd_tf.components.build import Component
-from sd_tf.runtime.call import WEIGHTED
-from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
+from sd_tf.runtime.call import WEIGHTED, Call
+from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.shapes import Shapes
@@ -17,6 +19,7 @@ from sd_tf.runtime.shapes import Shapes
 # precision, so only the order of additions differs, which half precision makes visible.
 FLOORS = {"float32": 60.0, "bfloat16": 25.0, "float16": 35.0}
 STEPS = {"full": 2, "fast": 1}
+PROMPT, NEGATIVE_PROMPT = "a lighthouse above the sea, İstanbul", "fog"
 
 
 def run_of(part: Component, level: str) -> dict[str, np.int32]:
@@ -83,9 +86,45 @@ def endpoints_for(component: str, shapes: Shapes, level: str) -> list[str]:
     return [shapes.signature(endpoint, shape) for shape in compared]
 
 
+def drawn(
+    folder: Path, manifest: Manifest, num_steps: int, endpoint: str, level: str
+) -> list[Sample]:
+    """Draw with the exported components what their SavedModel from prompts to files has to draw."""
+    pipe, samples = Pipeline.load(folder, jit_compile=False), []
+    for shape in manifest.shapes.all if level == "full" else [manifest.shapes.first]:
+        prompts = [f"{PROMPT}, {i}" for i in range(shape.batch_size)]
+        seeds = list(range(shape.batch_size))
+        images = pipe(
+            prompts,
+            NEGATIVE_PROMPT,
+            num_steps=num_steps,
+            seed=seeds,
+            height=shape.height,
+            width=shape.width,
+        ).images
+        inputs = {
+            "prompt": np.array(prompts),
+            "negative_prompt": np.array([NEGATIVE_PROMPT] * shape.batch_size),
+            "num_steps": np.int32(num_steps),
+            "unconditional_guidance_scale": np.float32(Call.guidance_scale),
+            "seed": np.array(seeds, "int32"),
+            "scheduler": np.array(manifest.default_sampler),
+        }
+        name = manifest.shapes.signature(endpoint, shape)
+        samples.append(Sample(name, inputs, {"image_bytes": images}))
+    return samples
+
+
 def _span(values) -> float:
     """Return the range of a reference, never 0."""
     return max(float(np.ptp(np.asarray(values, "float64"))), 1e-12)
+
+
+def _values(output: tf.Tensor) -> np.ndarray:
+    """Return an output as numbers: PNG files as their pixels."""
+    if output.dtype == tf.string:
+        return np.stack([tf.io.decode_png(file).numpy() for file in output])
+    return output.numpy()
 
 
 def compare(component: str, folder, samples: list[Sample], level: str, precision: str) -> dict:
@@ -118,7 +157,7 @@ def _agreement(signatures, component: str, name: str, sample: Sample, precision:
     """Return the agreement of one signature's outputs with the reference; refuse too little."""
     outputs = signatures[name](**{k: tf.constant(v) for k, v in sample.inputs.items()})
     reference = sample.reference
-    agreement = [psnr(reference[k], outputs[k], _span(reference[k])) for k in reference]
+    agreement = [psnr(reference[k], _values(outputs[k]), _span(reference[k])) for k in reference]
     worst = float(np.min(agreement))  # NaN where any is, unlike Python's `min`
     if not worst >= FLOORS[precision]:
         raise ExportError(

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,14 @@ REASONS = {
     errno.ENOTDIR: "a part of its path is a file",
     errno.EEXIST: "a part of its path is a file",
 }
+
+
+def link(source: str | Path, target: str | Path) -> None:
+    """Link a file to another place if the file system allows it, else copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 @contextlib.contextmanager

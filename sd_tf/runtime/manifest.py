@@ -17,6 +17,7 @@ from sd_tf.runtime.shapes import Shapes
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
 FORMAT_VERSION = 5  # 5: several sizes, batches, and chunks of a prompt
+TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
 
@@ -277,6 +278,8 @@ def _from_version_4(content: dict[str, Any]) -> None:
 
 def serves(component: str, part: str) -> bool:
     """Return whether an export's component computes with the weights of a checkpoint's part."""
+    if component == TEXT_TO_IMAGE:
+        return True
     if part == AUTOENCODER:
         return component in ("decoder", "image_encoder")
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")

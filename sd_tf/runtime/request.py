@@ -51,7 +51,7 @@ def read_request(manifest: Manifest, call: Call) -> Request:
     start = 0
     if shared.image is not None and use_of_picture(manifest) != EDIT:
         start = start_row(shared.scheduler, shared.num_steps, shared.strength)
-    time_ids, negative_time_ids = _time_ids(manifest, shared)
+    time_ids, negative_time_ids = time_ids_of(manifest, shared)
     return Request(
         each=each,
         scheduler=manifest.scheduler_number(shared.scheduler),
@@ -62,7 +62,7 @@ def read_request(manifest: Manifest, call: Call) -> Request:
     )
 
 
-def _time_ids(manifest: Manifest, call: Call) -> tuple[np.ndarray | None, np.ndarray | None]:
+def time_ids_of(manifest: Manifest, call: Call) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Return SDXL's size numbers for the prompt and for the negative prompt."""
     if not manifest.time_ids:
         return None, None

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from sd_tf.files import atomic
+from sd_tf.files.publish import link
 from sd_tf.runtime.manifest import VERSION_FOLDER, Manifest
 from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, templates, warmup
@@ -196,7 +197,7 @@ def _add_version(
         folder = Path(name)
         for component in manifest.components:
             target = folder / MODELS / component
-            _link(export / component / VERSION_FOLDER, target)
+            shutil.copytree(export / component / VERSION_FOLDER, target, copy_function=link)
             model = settings.model_name(component)
             warmup.write(target, component, model, export, manifest, settings.xla, warm_up)
             graph = signatures.read(target)
@@ -219,18 +220,6 @@ def _add_version(
             if target.exists():  # from a run that was interrupted
                 shutil.rmtree(target)
             os.rename(source, target)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Link a folder's files to another place if the file system allows it, else copy them."""
-
-    def link(one, other):
-        try:
-            os.link(one, other)
-        except OSError:
-            shutil.copy2(one, other)
-
-    shutil.copytree(source, target, copy_function=link)
 
 
 # Configuration

@@ -1,0 +1,158 @@
+"""The pipeline as one SavedModel: prompts in, PNG files out.
+
+The tokenizer and the text encoder run as TensorFlow's operations, the loop and the decoder are
+compiled by XLA, and PNG files are encoded outside it, as XLA has no strings.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from sd_tf.components import Spec
+from sd_tf.components.build import Component
+from sd_tf.export.modules import (
+    SamplerTables,
+    Traces,
+    compiled,
+    keep_variables,
+    png_files,
+    signed,
+)
+from sd_tf.export.tokenizer import GraphTokenizer
+from sd_tf.models.lowering import Rewrites
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.request import time_ids_of
+from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.shapes import Shape
+from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer.tables import tables_of
+
+GENERATE = "generate"
+
+
+class TextToImageModule(tf.Module):
+    """The signatures from prompts to PNG files, for every shape, compiled and plain."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, Component],
+        tokenizers: Sequence[ClipTokenizer],
+        manifest: Manifest,
+        rewrites: Mapping[str, Rewrites],
+    ):
+        """Trace the signatures.
+
+        Args:
+            parts: the text encoder, the diffusion model and the decoder.
+            tokenizers: one for each of the checkpoint's text encoders.
+            rewrites: of each part.
+        """
+        super().__init__()
+        for part in parts.values():
+            keep_variables(self, part)
+        loop = parts["diffusion_model"]
+        self.tables = SamplerTables(loop.tables, loop.default_scheduler)
+        self.tokenizers = [
+            GraphTokenizer(tables_of(one), one.max_length, manifest.prompt_chunks)
+            for one in tokenizers
+        ]
+        self._parts, self._manifest, self._rewrites = parts, manifest, rewrites
+        self._traces = Traces()
+        self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
+        for shape in manifest.shapes.all:
+            self._declare(shape)
+
+    def _declare(self, shape: Shape) -> None:
+        texts, seeds = Spec((shape.batch_size,), "string"), Spec((shape.batch_size,), "int32")
+        generate_inputs = {
+            "prompt": texts,
+            "negative_prompt": texts,
+            "num_steps": Spec((), "int32"),
+            "unconditional_guidance_scale": Spec(),
+            "seed": seeds,
+            "scheduler": Spec((), "string"),
+        }
+        for prefix, is_compiled in (("", True), (PLAIN, False)):
+            draw = self._drawing(shape, is_compiled)
+
+            def generate(draw=draw, **inputs):
+                number = self._number(inputs.pop("scheduler"))
+                return draw(scheduler=number, **inputs)
+
+            def default(prompt, draw=draw):
+                return draw(prompt=prompt, **self._defaults(shape))
+
+            name = prefix + self._manifest.shapes.signature("serving_default", shape)
+            self.endpoints[name] = signed(default, {"prompt": texts})
+            name = prefix + self._manifest.shapes.signature(GENERATE, shape)
+            self.endpoints[name] = signed(generate, generate_inputs)
+
+    def _drawing(self, shape: Shape, is_compiled: bool):
+        """Return the function from a call's values to PNG files."""
+
+        def endpoint(part, name):
+            tables = self.tables if part == "diffusion_model" else None
+            found = self._parts[part].endpoints(shape, tables, self._traces.shared)[name]
+            if is_compiled and part != "text_encoder":
+                return compiled(found.function, self._rewrites[part])
+            return tf.function(found.function, autograph=False)
+
+        with_default, with_negative = (
+            endpoint("text_encoder", name) for name in ("serving_default", "encode")
+        )
+        seeded, decode = (
+            endpoint("diffusion_model", "seeded"),
+            endpoint("decoder", "serving_default"),
+        )
+        time_ids = self._time_ids(shape)
+
+        def draw(prompt, num_steps, scheduler, negative_prompt=None, **inputs):
+            checks = self.tables.checks(num_steps=num_steps, scheduler=scheduler)
+            with tf.control_dependencies(checks):
+                tokens = self._tokens(tf.ensure_shape(prompt, (shape.batch_size,)))
+            if negative_prompt is None:
+                conditions = with_default(tokens=tokens)
+            else:
+                negative = self._tokens(tf.ensure_shape(negative_prompt, (shape.batch_size,)))
+                conditions = with_negative(tokens=tokens, negative_tokens=negative)
+            run = {"num_steps": num_steps, "scheduler": scheduler, **inputs}
+            latent = seeded(**conditions, **time_ids, **run)["latent"]
+            return {"image_bytes": png_files(decode(latent=latent)["generated_images"])}
+
+        return draw
+
+    def _defaults(self, shape: Shape) -> dict[str, tf.Tensor]:
+        """Return the values of a call that gives a prompt alone; picture i has the seed i."""
+        manifest = self._manifest
+        default = manifest.schedulers[manifest.default_sampler]
+        return {
+            "num_steps": tf.constant(min(Call.num_steps, default.most_steps)),
+            "unconditional_guidance_scale": tf.constant(Call.guidance_scale, "float32"),
+            "seed": tf.range(shape.batch_size),
+            "scheduler": tf.constant(default.number),
+        }
+
+    def _number(self, scheduler):
+        """Return the number of a scheduler from its name."""
+        names = self._manifest.samplers
+        is_named = tf.equal(scheduler, tf.constant(names))
+        rule = f"scheduler must be one of {', '.join(names)}. Received:"
+        known = tf.debugging.Assert(tf.reduce_any(is_named), [rule, scheduler])
+        with tf.control_dependencies([known]):
+            return tf.argmax(tf.cast(is_named, "int32"), output_type="int32")
+
+    def _tokens(self, texts):
+        ids = [tokenize(texts) for tokenize in self.tokenizers]
+        return ids[0] if len(ids) == 1 else tf.stack(ids, axis=1)
+
+    def _time_ids(self, shape: Shape) -> dict[str, tf.Tensor]:
+        """Return SDXL's size numbers, those of a call that gives none."""
+        call = Call("", height=shape.height, width=shape.width)
+        names = ("time_ids", "unconditional_time_ids")
+        return {
+            name: tf.constant(np.tile(ids, (shape.batch_size, 1)))
+            for name, ids in zip(names, time_ids_of(self._manifest, call), strict=True)
+            if ids is not None
+        }
