@@ -128,7 +128,7 @@ def _composition(texts: Sequence[str]) -> tuple[Composition, np.ndarray]:
     firsts = normalize(normalizers.NFC(), [decomposed[code][:-1] for code in whole])
     pairs = [first + decomposed[code][-1] for first, code in zip(firsts, whole, strict=True)]
     agree = normalize(normalizers.NFC(), pairs) == [texts[code] for code in whole]
-    _require(agree and all(len(pair) == 2 for pair in pairs), "a composite is not of two parts")
+    _require(agree and all(len(pair) == 2 for pair in pairs), "a composite is made otherwise")
     joins = sorted(zip(pairs, whole, strict=True))
     is_second = np.zeros(CODE_POINTS, bool)
     is_second[[ord(second) for _, second in pairs]] = True
@@ -170,7 +170,7 @@ def _codes(text: str) -> np.ndarray:
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise TokenizerError(
-            f"The tables of characters must follow from Unicode's rules up to version 16. The "
-            f"installed library tokenizers {tokenizers.__version__} breaks them: {problem}. "
-            "Install an older release of it."
+            f"A lower-case letter must be at most two characters, and a composite must be made of "
+            f"two. In the installed tokenizers {tokenizers.__version__}, {problem}. "
+            "Install an older release."
         )
