@@ -18,6 +18,7 @@ from transformers import CLIPTokenizer
 
 from sd_tf.export.tokenizer import GraphTokenizer
 from sd_tf.serving.tf_serving.predict import ModelServer, Servable
+from sd_tf.tokenizer import characters
 from sd_tf.tokenizer.clip import ClipTokenizer, TokenizerError
 from sd_tf.tokenizer.tables import tables_of
 from tests.serving_server import grpc_server
@@ -366,3 +367,13 @@ ADDED = {"id": 49408, "single_word": False, "lstrip": False, "rstrip": False, "s
 def test_refuses_other_rules(change, message):
     with pytest.raises(TokenizerError, match=message):
         tables_of(edited(**change))
+
+
+def test_refuses_a_library_of_another_unicode(monkeypatch):
+    class Threefold:
+        def normalize_str(self, text):
+            return text.replace("ß", "sss")
+
+    monkeypatch.setattr(characters.normalizers, "Lowercase", Threefold)
+    with pytest.raises(TokenizerError, match=r"installed tokenizers .*, U\+00DF is 3 characters"):
+        characters.characters.__wrapped__()

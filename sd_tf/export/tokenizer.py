@@ -67,7 +67,7 @@ class GraphTokenizer(tf.Module):
             )
         self.max_length, self.chunks = max_length, chunks
         self.start_id, self.end_id, self.pad_id = tables.start_id, tables.end_id, tables.pad_id
-        self.finds_more = tables.finds_normalized
+        self.finds_normalized = tables.finds_normalized
         self.properties = Pages(tables.properties)
         self.finder = Finder(tables.trie)
         self.normalizer = Normalizer(
@@ -132,7 +132,7 @@ class GraphTokenizer(tf.Module):
             tf.reduce_any(properties & IRREGULAR != 0), compose, lambda: (code, properties)
         )
         code += tf.bitwise.right_shift(properties, LOWER_SHIFT)
-        return self._find_tokens(code, NORMALIZED) if self.finds_more else (code, properties)
+        return self._find_tokens(code, NORMALIZED) if self.finds_normalized else (code, properties)
 
     def _split(self, code, properties):
         """Split texts into words → their characters, ragged (W, …), and their rows (W,)."""

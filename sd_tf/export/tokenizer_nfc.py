@@ -38,14 +38,14 @@ class Normalizer(tf.Module):
         code = self._compose(self._decompose(tf.concat([[TEXT_END], code], 0)))[1:]
         grows = code[:, None] == self.growing  # (T', growing)
         second = tf.reduce_max(tf.where(grows, self.second, MISSING), 1)
-        return tf.boolean_mask(*_known(tf.stack([code, second], 1)))
+        return _kept(tf.stack([code, second], 1))
 
     def _decompose(self, code):
         """Replace characters by their parts, and sort each run of marks by combining class."""
         row = tf.bitwise.right_shift(self.properties(code), PART_SHIFT)
         itself = tf.pad(code[:, None], [[0, 0], [0, self.parts.shape[1] - 1]], constant_values=-1)
         parts = tf.where(row[:, None] == 0, itself, tf.gather(self.parts, row))
-        code = tf.boolean_mask(*_known(parts))
+        code = _kept(parts)
         order = self.properties(code) & ORDER_BITS
         run = tf.cumsum(tf.cast(order == 0, "int32"))
         return tf.gather(code, tf.argsort(run * (ORDER_BITS + 1) + order, stable=True))
@@ -81,8 +81,9 @@ class Normalizer(tf.Module):
         code, *_ = tf.while_loop(
             lambda *args: tf.size(args[-1]) > 0, join, [code, *lists], shape_invariants=open_shape
         )
-        return tf.boolean_mask(*_known(code))
+        return _kept(code)
 
 
-def _known(values):
-    return values, values != MISSING
+def _kept(values):
+    """Leave out what is missing; rows become one vector."""
+    return tf.boolean_mask(values, values != MISSING)

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import tokenizers
 from tokenizers import Regex, normalizers
+
+from sd_tf.tokenizer.clip import TokenizerError
 
 CODE_POINTS = 0x110000
 SURROGATES = range(0xD800, 0xE000)
@@ -33,9 +36,6 @@ class PagedTable:
         distinct, index = np.unique(values.reshape(-1, PAGE), axis=0, return_inverse=True)
         pages = index.reshape(-1).astype("int32") * PAGE
         return cls(pages, distinct.reshape(-1).astype("int32"))
-
-    def __getitem__(self, number):
-        return self.values[self.pages[np.asarray(number) // PAGE] + np.asarray(number) % PAGE]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Characters:
 
 @functools.cache
 def characters() -> Characters:
-    """Read the tables off the library, which takes about two seconds."""
+    """Read the tables off the library, which takes some seconds."""
     texts = _texts()
     lower, grown = _lower(texts)
     composition, changed = _composition(texts)
@@ -104,7 +104,7 @@ def _classes(texts: Sequence[str]) -> np.ndarray:
 def _lower(texts: Sequence[str]) -> tuple[np.ndarray, dict[int, int]]:
     lower, grown = np.arange(CODE_POINTS), {}
     for code, text in changes(normalizers.Lowercase(), texts).items():
-        _require(len(text) <= 2, f"U+{code:04X} becomes {len(text)} in lower case")
+        _require(len(text) <= 2, f"U+{code:04X} is {len(text)} characters in lower case")
         lower[code] = ord(text[0])
         if len(text) == 2:
             grown[code] = ord(text[1])
@@ -128,7 +128,7 @@ def _composition(texts: Sequence[str]) -> tuple[Composition, np.ndarray]:
     firsts = normalize(normalizers.NFC(), [decomposed[code][:-1] for code in whole])
     pairs = [first + decomposed[code][-1] for first, code in zip(firsts, whole, strict=True)]
     agree = normalize(normalizers.NFC(), pairs) == [texts[code] for code in whole]
-    _require(agree and all(len(pair) == 2 for pair in pairs), "a composite is not of two parts")
+    _require(agree and all(len(pair) == 2 for pair in pairs), "a composite is made otherwise")
     joins = sorted(zip(pairs, whole, strict=True))
     is_second = np.zeros(CODE_POINTS, bool)
     is_second[[ord(second) for _, second in pairs]] = True
@@ -169,4 +169,8 @@ def _codes(text: str) -> np.ndarray:
 
 def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise AssertionError(f"The tokenizers library knows a Unicode that we do not: {problem}.")
+        raise TokenizerError(
+            f"A lower-case letter must be at most two characters, and a composite must be made of "
+            f"two. In the installed tokenizers {tokenizers.__version__}, {problem}. "
+            "Install an older release."
+        )
