@@ -132,6 +132,7 @@ def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
             "guidance_scale": 4.0,
             "seed": 4 - place,
             "scheduler": page.locator("#scheduler").input_value(),
+            "prompt_syntax": "plain",
             "pictures": [],
         }
         assert pixels(png).shape == (64, 64, 3)

@@ -217,7 +217,9 @@ export function described(parameters) {
     size: (label, value) => value,
     seed: (label, value) => `${label}\u00a0${value}`,
   };
-  const shown = told.filter(({ kind }) => kind in short);
+  const isUsual = ({ kind, name, default: usual }) =>
+    kind === "choice" && name !== "scheduler" && parameters[name] === usual;
+  const shown = told.filter((field) => field.kind in short && !isUsual(field));
   return {
     facts: told.map(({ name, label }) => [label, String(all[name])]),
     line: shown
