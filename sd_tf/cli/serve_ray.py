@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.serving.ray_app.start import deploy, nodes_of, unplaceable, unused_gpus
 
     application = build(settings)
-    scales = with_scales(settings, list(Manifest.read(settings.export_dir).components)).scales
+    scales = with_scales(settings, list(Manifest.read(settings.export_dir).parts)).scales
     if options.address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         check_free(settings.host, settings.http_port, settings.grpc_port)

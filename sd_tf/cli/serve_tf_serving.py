@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from sd_tf.cli.arguments import SHAPES, Switch, shapes
+from sd_tf.cli.arguments import SHAPES, Switch, names, shapes
 from sd_tf.serving.tf_serving import ServingError
 from sd_tf.serving.tf_serving.folder import DEFAULT_TAG, DEVICES, LOOPBACK, SETTINGS, Settings
 
@@ -17,7 +17,7 @@ stable. Settings that are not given stay as the folder was written.
 """
 WRITING = (
     *("export_dir", "out", "version", "canary_version", "name_prefix", "device", "image_tag"),
-    *("host", "jit_compile", "keep_old", "warm_up"),
+    *("host", "jit_compile", "keep_old", "warm_up", "components"),
 )
 
 
@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=SHAPES,
         help="the shapes that the server compiles before it opens its ports (default: all)",
     )
+    parser.add_argument(
+        "--components",
+        type=names,
+        metavar="NAME,NAME",
+        help="those of the export to serve, such as text_to_image alone (default: all)",
+    )
     parser.add_argument("--check", type=Path, metavar="FOLDER", help="list what would fail")
     parser.add_argument(
         "--replay", action="store_true", help="with --check: also run the warm-up requests"
@@ -74,8 +80,9 @@ def run(options: argparse.Namespace) -> int:
         raise ServingError(
             "Give --export_dir for a new version, or --version, which then becomes stable."
         )
-    if options.warm_up is not None and options.export_dir is None:
-        raise ServingError("--warm_up goes with --export_dir.")
+    for name in ("warm_up", "components"):
+        if getattr(options, name) is not None and options.export_dir is None:
+            raise ServingError(f"--{name} goes with --export_dir.")
     return _publish(options)
 
 
@@ -101,6 +108,7 @@ def _publish(options: argparse.Namespace) -> int:
         settings,
         bool(options.keep_old),
         options.warm_up,
+        options.components,
     )
     others = {"canary": labels.canary, "previous": labels.previous}
     more = "".join(f", {name}: {number}" for name, number in others.items() if number is not None)

@@ -153,7 +153,12 @@ class Manifest:
     @property
     def checkpoint(self) -> dict[str, dict[str, Any]]:
         """The checkpoint of each component: its name, its format, and the SHA-256 of its files."""
-        return {name: component.checkpoint for name, component in self.components.items()}
+        return {name: component.checkpoint for name, component in self.parts.items()}
+
+    @property
+    def parts(self) -> dict[str, ComponentRecord]:
+        """The components that a pipeline runs one after the other: all but the one of them all."""
+        return {name: one for name, one in self.components.items() if name != TEXT_TO_IMAGE}
 
     def model_calls(self, scheduler: str, num_steps: int) -> int:
         """Return a run's number of model calls; refuse unknown schedulers and step counts."""

@@ -68,8 +68,8 @@ class SavedModelRunner(Runner):
         self._folder, self._lock = folder, threading.Lock()
         if jit_compile:
             kind = tf.DeviceSpec.from_string(device).device_type if device else best_device()
-            tell_misfit(manifest, kind.lower(), manifest.components)
-        at_once = [*manifest.components] if needed_pictures(manifest) else [*NEEDED]
+            tell_misfit(manifest, kind.lower(), manifest.parts)
+        at_once = [*manifest.parts] if needed_pictures(manifest) else [*NEEDED]
         with ThreadPoolExecutor(len(at_once)) as pool:
             self.loaded = dict(zip(at_once, pool.map(self._load, at_once), strict=True))
 

@@ -4,6 +4,7 @@ The server is reached over gRPC or REST, and may be any that answers like Tensor
 export's `pipeline.json` and tokenizer have to be here, its models do not.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,13 @@ import numpy as np
 
 from sd_tf.errors import SdTfError
 from sd_tf.runtime import retry
+from sd_tf.runtime.call import PLAIN
 from sd_tf.runtime.chain import NEEDED, Chain, open_export
-from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, Manifest
+from sd_tf.runtime.parameter import CallError
+from sd_tf.runtime.pictures import open_picture
 from sd_tf.runtime.request import Request
-from sd_tf.runtime.runner import Runner, Watch
+from sd_tf.runtime.runner import Clock, Runner, Watch
 from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.client.transports import (
     DEADLINE_EXCEEDED,
@@ -29,6 +33,12 @@ from sd_tf.serving.client.transports import (
 
 DEFAULT_TIMEOUT = 600.0  # seconds of one model call: the first one may compile
 DEFAULT_RETRIES = 5
+
+# Parameters that the model from prompts to files takes.
+WHOLE_TAKES = (
+    *("prompt", "negative_prompt", "num_steps", "guidance_scale", "scheduler", "seed"),
+    *("height", "width"),
+)
 
 MEND = {
     UNAVAILABLE: "Is the server running there, and has it loaded the model?",
@@ -132,12 +142,58 @@ class ServerRunner(Runner):
 
     def run(self, request: Request, chunk: range, tokens, watch: Watch):
         """Make one batch, with one version of all models."""
+        if self._is_whole:
+            return self._run_whole(request, chunk)
         components = [*NEEDED, *(["image_encoder"] if request.shared.image is not None else [])]
         self._batch.version = self._choose(components)
         try:
             return super().run(request, chunk, tokens, watch)
         finally:
             self._batch.version = None
+
+    @functools.cached_property
+    def _is_whole(self) -> bool:
+        """Whether the server has the model from prompts to files, and not its parts."""
+        if TEXT_TO_IMAGE not in self.manifest.components:
+            return False
+        part = NEEDED[0]
+        try:
+            self._attempts(part, lambda timeout: self.transport.versions(part, timeout))
+        except ServerError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return True
+        return False
+
+    def _run_whole(self, request: Request, chunk: range):
+        """Make one batch by one call of the model from prompts to files."""
+        clock, shared = Clock(), request.shared
+        more = shared.given().keys() - {*WHOLE_TAKES}
+        if more and (more != {"prompt_syntax"} or shared.prompt_syntax != PLAIN):
+            raise ValueError(
+                f"The server has {TEXT_TO_IMAGE} alone, which takes {', '.join(WHOLE_TAKES)}. "
+                f"Received also: {', '.join(sorted(more))}"
+            )
+        if shared.negative_prompt is None and self.manifest.zero_empty_negative:
+            raise CallError(
+                "negative_prompt",
+                f"negative_prompt is needed by {TEXT_TO_IMAGE}, which the server has alone.",
+            )
+        negative = [text or "" for text in request.chunk("negative_prompt", chunk)]
+        outputs = self.call(
+            TEXT_TO_IMAGE,
+            "generate",
+            request.shape(chunk),
+            prompt=np.array(request.chunk("prompt", chunk), object),
+            negative_prompt=np.array(negative, object),
+            num_steps=np.int32(shared.num_steps),
+            unconditional_guidance_scale=np.float32(shared.guidance_scale),
+            seed=np.array(request.chunk("seed", chunk), "int32"),
+            scheduler=np.array(shared.scheduler, object),
+        )
+        images = np.stack([np.asarray(open_picture(file)) for file in outputs["image_bytes"]])
+        clock.stop(TEXT_TO_IMAGE)
+        return images, clock.seconds
 
     def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, np.ndarray]:
         version = getattr(self._batch, "version", None)

@@ -3,6 +3,7 @@
 gRPC's protos import TensorFlow; REST needs only NumPy and the standard library.
 """
 
+import base64
 import email.utils
 import http.client
 import json
@@ -160,9 +161,7 @@ class Rest:
             outputs, known = answer["outputs"], signatures[signature]["outputs"]
             if len(known) == 1:  # a single one comes without its name
                 outputs = dict.fromkeys(known, outputs)
-            return {
-                name: np.array(outputs[name], DTYPES[info["dtype"]]) for name, info in known.items()
-            }
+            return {name: _array(outputs[name], info["dtype"]) for name, info in known.items()}
 
     def _send(self, method: str, path: str, body, deadline: float) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -247,6 +246,13 @@ class Rest:
 
 
 TRANSPORTS: dict[str, Callable] = {"grpc": Grpc, "grpcs": Grpc, "http": Rest, "https": Rest}
+
+
+def _array(value: Any, dtype: str) -> np.ndarray:
+    """Return a JSON value as an array; files come in base64."""
+    if dtype == "DT_STRING":
+        return np.array([base64.b64decode(one["b64"]) for one in value], object)
+    return np.array(value, DTYPES[dtype])
 
 
 @contextmanager

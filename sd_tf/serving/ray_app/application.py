@@ -22,7 +22,7 @@ def build(settings: Settings):
     manifest = Manifest.read(settings.export_dir)
     for shape in settings.warm_up or ():
         manifest.shapes.checked(shape)
-    settings = with_scales(settings, list(manifest.components))
+    settings = with_scales(settings, list(manifest.parts))
     models = {
         name: serve.deployment(ModelReplica, name=name)
         .options(**_options(settings.scales[name], MODEL_CALLS))
@@ -35,7 +35,7 @@ def build(settings: Settings):
             settings.warm_up_all,
             settings.keep_old,
         )
-        for name in manifest.components
+        for name in manifest.parts
     }
     front = serve.deployment(Front, name=FRONT).options(
         **_options(settings.scales[FRONT], FRONT_CALLS)

@@ -139,7 +139,7 @@ class Takeover:
 
     def _check_components(self, manifest: Manifest) -> None:
         """Refuse an export with other components: each is a deployment of its own."""
-        has, had = (list(known.components) for known in (manifest, self.served.manifest))
+        has, had = (list(known.parts) for known in (manifest, self.served.manifest))
         if has != had:
             raise TakeoverError(
                 f"It has the components {', '.join(has)}, and the one before {', '.join(had)}. "

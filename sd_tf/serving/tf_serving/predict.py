@@ -23,7 +23,7 @@ from tensorflow_serving.apis import (
     predict_pb2,
 )
 
-from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, Manifest
 from sd_tf.runtime.saved_model import SavedModel, best_device, message_of, tell_misfit
 from sd_tf.runtime.shapes import Shapes
 
@@ -51,7 +51,8 @@ class Servable:
 
     def __init__(self, folder: Path, name: str, shapes: Shapes):
         # Requests to the other components run almost only code that XLA compiles.
-        self._loaded = SavedModel(folder, name, optimize=name == "text_encoder")
+        is_plain = name in ("text_encoder", TEXT_TO_IMAGE)
+        self._loaded = SavedModel(folder, name, optimize=is_plain)
         self._shapes = shapes
 
     @property

@@ -10,7 +10,8 @@ from string import Template
 
 from sd_tf.files import atomic
 from sd_tf.files.publish import link
-from sd_tf.runtime.manifest import VERSION_FOLDER, Manifest
+from sd_tf.runtime.chain import NEEDED
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, Manifest
 from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, templates, warmup
 from sd_tf.serving.tf_serving.configs import CANARY, PREVIOUS, STABLE, ServedModel
@@ -63,13 +64,15 @@ def publish(
     settings: Settings,
     keep_old: bool = False,
     warm_up: Sequence[Shape] | None = None,
+    components: Sequence[str] | None = None,
 ) -> Labels:
     """Add a version to a new or existing folder; without an export, label its versions anew.
 
     The version becomes stable. If it is the canary, the stable version remains. Its SavedModels are
     complete before any file names them. With `keep_old` the version that was stable is served on,
     labelled previous, until the folder is labelled again. `warm_up` lists the shapes whose
-    signatures the server compiles before it serves them; None: all.
+    signatures the server compiles before it serves them; None: all. `components` are those of the
+    export to serve; None: all.
     """
     settings.check()
     for name, number in (("version", version), ("canary_version", canary)):
@@ -83,6 +86,7 @@ def publish(
         _check_device(manifest, settings)
         shapes = manifest.shapes
         warm_up = shapes.all if warm_up is None else [shapes.checked(one) for one in warm_up]
+        components = _components(manifest, components)
     there = _complete_versions(out)
     if export is not None and version in there:
         raise ServingError(
@@ -94,9 +98,21 @@ def publish(
     if manifest is not None:
         out.mkdir(parents=True, exist_ok=True)
         settings.write(out)
-        _add_version(export, out, version, manifest, settings, warm_up)
+        _add_version(export, out, version, manifest, settings, components, warm_up)
     write_configs(out, labels, settings)
     return labels
+
+
+def _components(manifest: Manifest, wanted: Sequence[str] | None) -> list[str]:
+    known = list(manifest.components)
+    if wanted is None:
+        return known
+    if not wanted or set(wanted) - set(known):
+        raise ServingError(
+            f"`components` are among the export's, {', '.join(known)}. "
+            f"Received: {', '.join(wanted) or 'none'}"
+        )
+    return [name for name in known if name in wanted]
 
 
 def _check_device(manifest: Manifest, settings: Settings) -> None:
@@ -191,11 +207,12 @@ def _add_version(
     version: int,
     manifest: Manifest,
     settings: Settings,
+    components: Sequence[str],
     warm_up: Sequence[Shape],
 ) -> None:
     with tempfile.TemporaryDirectory(prefix=".staging-", dir=out) as name:
         folder = Path(name)
-        for component in manifest.components:
+        for component in components:
             target = folder / MODELS / component
             shutil.copytree(export / component / VERSION_FOLDER, target, copy_function=link)
             model = settings.model_name(component)
@@ -213,7 +230,7 @@ def _add_version(
 
         moves = [
             (folder / MODELS / component, out / MODELS / component / str(version))
-            for component in manifest.components
+            for component in components
         ]
         for source, target in [*moves, (client, out / CLIENT / str(version))]:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -320,11 +337,23 @@ def _readme(out: Path, models: list[ServedModel], labels: Labels, deployment: De
         rest=REST_PORT,
         timeout=REST_TIMEOUT_SECONDS,
         poll=CONFIG_POLL_SECONDS,
-        **{
-            name: settings.model_name(name)
-            for name in ("text_encoder", "diffusion_model", "decoder")
-        },
+        calls=_calls(settings, manifest, [model.component for model in models]),
     )
+
+
+def _calls(settings: Settings, manifest: Manifest, served: Sequence[str]) -> str:
+    """Say how a picture is made with the served models."""
+    batch = manifest.shapes.first.batch_size
+    prompts = ", ".join(f'"{warmup.PROMPT}"' for _ in range(batch))
+    names = {name: settings.model_name(name) for name in (*NEEDED, TEXT_TO_IMAGE)}
+    known = {**names, "rest": REST_PORT, "prompts": prompts, "batch": batch}
+    texts = []
+    if TEXT_TO_IMAGE in served:
+        texts.append(templates.WHOLE)
+    if set(NEEDED) <= set(served):
+        texts.append(templates.PARTS)
+    plural = "" if batch == 1 else "s"
+    return "".join(Template(text).substitute(known, plural=plural) for text in texts)
 
 
 _BATCH_TIMEOUT = f"{configs.BATCH_TIMEOUT_MICROS / 1000:g} ms"

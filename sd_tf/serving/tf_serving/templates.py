@@ -27,17 +27,12 @@ does, and lists what would fail.
 ## Call
 
 gRPC on $grpc, REST on $rest, metrics for Prometheus at
-`http://HOST:$rest$metrics`. A picture is three calls:
-`$text_encoder` → `$diffusion_model` → `$decoder`. What a client needs beside the server (the
-tokenizer, and `pipeline.json`: sizes, schedulers, steps) is in `client/<version>/`.
+`http://HOST:$rest$metrics`. What a client needs beside the server (the tokenizer, and
+`pipeline.json`: sizes, schedulers, steps) is in `client/<version>/`.
 
-    curl -d '{"signature_name": "serving_default", "inputs": {"tokens": [[49406, ..., 49407]]}}' \\
-        localhost:$rest/v1/models/$text_encoder/labels/stable:predict
-
-- Send `inputs`, not `instances`: the inputs of a call have no common first dimension.
-- Prefer gRPC: JSON makes a context or a latent several times larger. The Python client refuses
-  answers above 4 MB unless told otherwise (`grpc.max_receive_message_length`).
-- `image_bytes`, of the decoder's `png`, comes back as `{"b64": ...}` over REST.
+$calls- Prefer gRPC: JSON makes a context or a latent several times larger. The Python client
+  refuses answers above 4 MB unless told otherwise (`grpc.max_receive_message_length`).
+- `image_bytes` comes back as `{"b64": ...}` over REST.
 - Every call computes $batch image$plural: batch, size and precision were fixed at export. Steps,
   guidance, seeds, scheduler and prompts are inputs and never compile again.
 $shapes$plain
@@ -85,6 +80,26 @@ and its warm-up competes with the requests to the first. The way back is `--vers
   `--ssl_config_file`, or put a proxy in front that has both.
 - The server is neither root nor able to write outside its caches. It reads this folder as a user
   of its own, so the files have to be readable for everyone.
+"""
+
+PARTS = """\
+A picture is three calls, `$text_encoder` → `$diffusion_model` → `$decoder`:
+
+    curl -d '{"signature_name": "serving_default", "inputs": {"tokens": [[49406, ..., 49407]]}}' \\
+        localhost:$rest/v1/models/$text_encoder/labels/stable:predict
+
+- Send `inputs`, not `instances`: the inputs of a call have no common first dimension.
+"""
+
+WHOLE = """\
+`$text_to_image` makes pictures of $batch prompt$plural in one call; picture i has the seed i:
+
+    curl -d '{"instances": [$prompts]}' \\
+        localhost:$rest/v1/models/$text_to_image/labels/stable:predict
+
+Its signature `generate` also takes `negative_prompt` and `seed`, each a list, and
+`num_steps`, `unconditional_guidance_scale` and `scheduler` (a name); send them as `inputs`.
+
 """
 
 SHAPES = """\

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
+from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
 from sd_tf.runtime.manifest import Manifest
@@ -92,6 +93,7 @@ class Values:
         tokenizers = [ClipTokenizer.from_folder(export / p) for p in manifest.tokenizers.values()]
         texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted=True)
         self.time_ids = manifest.time_ids
+        self.texts = {"prompt": PROMPT, "negative_prompt": "", "scheduler": scheduler}
         self.random = np.random.default_rng(0)
         self.known = {
             **{name: value[0] for name, value in texts.items()},
@@ -108,6 +110,8 @@ class Values:
 
     def __call__(self, name: str, tensor, count: int, size: Size) -> np.ndarray:
         dtype = tf.dtypes.as_dtype(tensor.dtype).as_numpy_dtype
+        if tensor.dtype == types_pb2.DT_STRING and name in self.texts:
+            return np.full(signatures.shape(tensor), self.texts[name], dtype)
         shape = [count if size < 0 else size for size in signatures.shape(tensor)]
         if name.endswith("time_ids"):
             return np.broadcast_to(np.asarray([*size, 0, 0, *size][: self.time_ids], dtype), shape)
