@@ -292,6 +292,8 @@ def test_generate_and_repeat(exported, tmp_path, capsys):
     assert json.loads(text)["checkpoint"] == Manifest.read(exported).checkpoint
     assert parameters == {
         "prompt": "a dog",
+        "height": 64,
+        "width": 64,
         "num_steps": 3,
         "guidance_scale": 0.0,
         "seed": 8,

@@ -202,14 +202,16 @@ def test_a_row_overrides_the_flags(manifest):
         "num_steps": 3.0,
         "guidance_scale": "2",
         "scheduler": "euler",
+        "width": "64",
         "id": 12,
     }
     rows, failures = check_rows([{"prompt": "a"}, own], {**SETTINGS, "seed": 5}, manifest)
+    size = {"height": 64, "width": 64}
     assert rows[0] == Row(
-        "000000", Call("a", seed=5, num_steps=2, guidance_scale=7.5, scheduler="ddim")
+        "000000", Call("a", seed=5, num_steps=2, guidance_scale=7.5, scheduler="ddim", **size)
     )
     assert rows[1] == Row(
-        "12", Call("b", "", seed=-7, num_steps=3, guidance_scale=2.0, scheduler="euler")
+        "12", Call("b", "", seed=-7, num_steps=3, guidance_scale=2.0, scheduler="euler", **size)
     )
     assert not failures
 
@@ -506,6 +508,8 @@ def test_killed_workers_cost_nothing(drawn, pipe):
     parameters, _ = read_parameters(str(out / names[7]))
     assert parameters == {
         "prompt": PROMPTS[7],
+        "height": 64,
+        "width": 64,
         "num_steps": 1,
         "guidance_scale": 7.5,
         "seed": 7,

@@ -14,6 +14,7 @@ from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.shapes import Shapes
 from sd_tf.serving.batch.work import Loading, Resources, Worker
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app import takeover
@@ -230,9 +231,13 @@ def test_an_intact_copy_of_a_damaged_export_is_tried_at_once(folder, tmp_path):
 
 def test_a_batch_is_divided_for_an_export_of_smaller_batches():
     """Each part is drawn as one batch, so that a preview is of its caller's picture."""
+
+    def shapes(*batch_sizes):
+        return Shapes(((16, 16),), batch_sizes, 2, 4)
+
     old, new = (
-        SimpleNamespace(digest=name, manifest=SimpleNamespace(batch_size=size))
-        for name, size in (("old", 4), ("new", 2))
+        SimpleNamespace(digest=name, manifest=SimpleNamespace(shapes=shapes(*sizes)))
+        for name, sizes in (("old", [4]), ("new", [2, 1]))
     )
 
     async def run():

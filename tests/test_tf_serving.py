@@ -159,7 +159,7 @@ def test_saved_models_are_linked_and_nothing_else_is_touched(decoder, tmp_path):
         assert (out / "models/decoder/1" / file).samefile(decoder / "decoder/1" / file)
     assert not [path for path in out.rglob("*") if path.name.startswith(".")]
     client = Manifest.read(out / "client" / "1")
-    assert client.batch_size == BATCH
+    assert client.shapes.first.batch_size == BATCH
     for place in client.tokenizers.values():
         assert (out / "client" / "1" / place / "tokenizer.json").is_file()
 
@@ -227,7 +227,7 @@ def test_time_ids_of_sdxl(exported):
         tensor = signatures.meta_graph_pb2.TensorInfo(dtype=tf.float32.as_datatype_enum)
         for size in (BATCH, count):
             tensor.tensor_shape.dim.add(size=size)
-        value = warmup.Values(exported, manifest)("time_ids", tensor, BATCH, (64, 64))
+        value = warmup.Values(exported, manifest)("time_ids", tensor, BATCH, (16, 16))
         assert value.tolist() == [[16, 16, 0, 0, 16, 16][:count]] * BATCH
     tensor.dtype = tf.int32.as_datatype_enum
     with pytest.raises(ServingError, match=r"No warm-up value is known for the input 'steps', int"):
@@ -794,8 +794,8 @@ def test_an_export_for_another_device_is_refused(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "diffusion_model, decoder, image_encoder were exported for a cpu (with " in error
     assert (
-        f"sd-tf export --checkpoint {micro_folder().name} --target gpu --batch_size 2 "
-        f"--height 16 --width 16 --precision float32 --max_steps 2 --out FOLDER"
+        f"sd-tf export --checkpoint {micro_folder().name} --target gpu --sizes 16x16 "
+        f"--batch_sizes 2 --precision float32 --max_steps 2 --out FOLDER"
     ) in error
     assert not (tmp_path / "out").exists()
     write(micro_export(), tmp_path / "plain", "--device", "gpu", "--nojit_compile")

@@ -1,7 +1,6 @@
 """Which pictures a command makes and where it puts them, wherever the models run."""
 
 import argparse
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,13 +68,13 @@ def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = Tr
     An error or Ctrl+C leaves the saved pictures in place, and the missing ones are listed.
     """
     each = read_request(chain.manifest, Call.of(**wanted)).each
-    size, images, timings = chain.manifest.shapes.largest_batch, [], Counter()
+    batches, images, timings = chain.manifest.shapes.divided(len(each)), [], Counter()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with Progress(math.ceil(len(each) / size), "batches") as bar:
+        with Progress(len(batches), "batches") as bar:
             watch = following(bar) if progress else None
-            for start in range(0, len(each), size):
-                calls = each[start : start + size]
+            for size in batches:
+                calls = each[len(images) : len(images) + size]
                 result = chain(**Call.joined(calls).given(), callback=watch)
                 for call, image in zip(calls, result.images, strict=True):
                     content = png_bytes(image, metadata(call, chain.manifest))

@@ -137,7 +137,7 @@ class Drawing:
         is_again = False
         while jobs:
             served = self.served
-            size = served.manifest.shapes.largest_batch
+            size = served.manifest.shapes.divided(len(jobs))[0]  # one batch, as previews need it
             try:
                 await self._draw_with(served, jobs[:size])
             except StaleError:  # a new export is in place: draw with it from the start
