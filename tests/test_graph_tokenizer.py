@@ -18,7 +18,7 @@ from transformers import CLIPTokenizer
 
 from sd_tf.export.tokenizer import GraphTokenizer
 from sd_tf.serving.tf_serving.predict import ModelServer, Servable
-from sd_tf.tokenizer import characters
+from sd_tf.tokenizer import characters, prompts
 from sd_tf.tokenizer.clip import ClipTokenizer, TokenizerError
 from sd_tf.tokenizer.tables import tables_of
 from tests.serving_server import grpc_server
@@ -141,6 +141,18 @@ def test_equals_the_tokenizer_at_any_length():
         graph = GraphTokenizer(tables, length)
         check(graph, texts, ClipTokenizer.clip(max_length=length)(texts))
         assert graph(tf.constant([], "string")).shape == (0, length)
+
+
+def test_long_texts_fill_several_chunks():
+    tokenizer = ClipTokenizer.clip()
+    texts = ["", "a, b", "word " * 75, "word " * 76, "İstanbul, e\u0301 " * 30, "zqxj" * 40]
+    texts += ["<|endoftext|> x " * 50, "a, " * 200, *TEXTS[::40]]
+    for length, chunks in ((77, 2), (5, 3)):
+        clip = ClipTokenizer.clip(max_length=length)
+        graph = GraphTokenizer(tables_of(tokenizer), length, chunks)
+        ids, weights = prompts.tokenize(clip, texts, chunks=chunks, weighted=False)
+        assert ids.shape == (len(texts), length * chunks) and (weights == 1).all()
+        check(graph, texts, ids)
 
 
 def test_bytes_that_are_not_utf_8_are_replaced(both):

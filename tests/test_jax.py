@@ -28,6 +28,7 @@ from sd_tf.jax import compile as compiling
 from sd_tf.jax.artifacts import FILE_NAME, plugin_versions
 from sd_tf.jax.chips import CHIPS, chip_of, outlook, row, runs_of
 from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.parameter import CallError
 from sd_tf.training import memory
 from sd_tf.weights import Checkpoint, open_checkpoint
 from tests import micro
@@ -236,6 +237,49 @@ def test_code_that_the_runtime_does_not_take(compiled, pipe, tmp_path, caplog):
     check_pictures(images, pipe(PROMPTS, num_steps=4, seed=1).images)
 
 
+SIZES = ((16, 16), (16, 24))
+
+
+@pytest.fixture(scope="module")
+def shaped():
+    return JaxPipeline.from_checkpoint(
+        micro_folder(), None, "float32", batch_sizes=(2, 1), sizes=SIZES, max_steps=2
+    )
+
+
+def test_every_shape_draws_what_a_pipeline_of_that_shape_draws(shaped, compilations):
+    call = {"num_steps": 2, "seed": 5, "scheduler": "euler_ancestral"}
+    prompts = ["a", "b", "c"]
+    for height, width in SIZES:
+        ours = shaped(prompts, height=height, width=width, **call).images
+        assert ours.shape == (3, height, width, 3)
+        for batch_size, chosen in ((2, prompts[:2]), (1, prompts[2:])):
+            size = {"batch_size": batch_size, "height": height, "width": width}
+            alone = JaxPipeline.from_checkpoint(
+                micro_folder(), None, "float32", max_steps=2, **size
+            )
+            place = prompts.index(chosen[0])
+            theirs = alone(chosen, **{**call, "seed": 5 + place}).images
+            check_pictures(ours[place : place + len(chosen)], theirs)
+    compilations.clear()
+    shaped(prompts, width=24, **{**call, "seed": 1})
+    assert compilations == []
+
+
+def test_several_shapes_are_compiled_together(shaped, tmp_path, compilations):
+    fixed = Fixed(batch_sizes=(1,), sizes=SIZES, max_steps=2)
+    compile_pipeline(open_checkpoint(micro_folder()), fixed, make_mesh(), tmp_path / "out")
+    compilations.clear()
+    loaded = JaxPipeline.load(tmp_path / "out", fallback=False)
+    call = {"num_steps": 2, "seed": 3}
+    for _, width in SIZES:
+        ours = loaded("a", width=width, **call).images
+        assert ours.shape == (1, 16, width, 3) and compilations == []
+    check_pictures(ours, shaped("a", width=width, **call).images)
+    with pytest.raises(CallError, match=r"16x16,16x24 \(HxW\)\. Received: width 32"):
+        loaded("a", width=32, **call)
+
+
 def test_what_compiles_beside_jaxlib_is_compared(tmp_path, monkeypatch):
     assert plugin_versions("cpu") == {}
     assert plugin_versions("tpu") == {"libtpu": importlib.metadata.version("libtpu")}
@@ -322,6 +366,19 @@ def test_compile_and_generate(tmp_path, capfd):
     assert (pictures / "5.png").is_file()
 
 
+def test_compile_takes_several_shapes(monkeypatch, tmp_path):
+    given = []
+
+    def compile_nothing(checkpoint, fixed, *_, **__):
+        given.append(fixed)
+        raise ExportError("compiled nothing")
+
+    monkeypatch.setattr(compiling, "compile_pipeline", compile_nothing)
+    flags = ["--sizes", "16x16,16x24", "--batch_sizes", "2,1", "--out", str(tmp_path / "out")]
+    assert main(["jax", "compile", "--checkpoint", str(micro_folder()), *flags]) == 1
+    assert given[0].sizes == SIZES and given[0].batch_sizes == (2, 1)
+
+
 SLICE = ["--sweep", "--topology", "v5e:2x2"]
 
 
@@ -334,6 +391,11 @@ SLICE = ["--sweep", "--topology", "v5e:2x2"]
             ["--out", "x", "--batch_size", "1,2"],
             "are for --sweep; one pipeline",
         ),
+        (["--sweep", "--batch_sizes", "1,2"], "--batch_sizes and --sizes are for a compiled pip"),
+        (["--sweep", "--sizes", "64x64"], "--batch_sizes and --sizes are for a compiled pipeline"),
+        (["--out", "x", "--batch_size", "1", "--batch_sizes", "2"], "--batch_size or --batch_siz"),
+        (["--out", "x", "--sizes", "64x60"], "The width is a positive multiple of 8"),
+        (["--out", "x", "--sizes", "64x64", "--width", "64"], "Give --height and --width, or --s"),
         (["--out", "x", "--platform", "tpu"], "--platform=tpu takes a --topology"),
         (["--out", "x", "--platform", "cpu", "--topology", "v5e:2x2"], "the others take none"),
         (["--out", "x", "--topology", "v1:2x2"], "one of v5e, v5p, v6e, and a shape"),
