@@ -17,7 +17,13 @@ from sd_tf.bench import report, run, timing
 from sd_tf.bench.plan import BenchError, BenchOptions, make_plan
 from sd_tf.cli.main import main
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.shapes import Shapes
 from tests.exports import micro_export, shared_export
+
+
+def shapes(height):
+    return Shapes(((height, 512),), (1,), 8, 4)
+
 
 ROOT = Path(__file__).parent.parent
 PROMPT = 'a <b>red</b> bicycle & "a hat"'
@@ -151,7 +157,7 @@ def full_size_manifest(tiny_export):
     files = {"diffusion_model/1/variables/variables.data-00000-of-00001": {"size": 3_438_167_540}}
     unet = dataclasses.replace(manifest.components["diffusion_model"], files=files)
     components = {**manifest.components, "diffusion_model": unet}
-    return dataclasses.replace(manifest, components=components, height=512, width=512)
+    return dataclasses.replace(manifest, components=components, shapes=shapes(512))
 
 
 def plan_with(manifest, tmp_path, **options):
@@ -175,7 +181,7 @@ def test_plan_of_all(full_size_manifest, tmp_path):
         ({"family": "sd2"}, {}, "This export is sd2"),
         ({"latent_inputs": "mask_and_image"}, {}, "text to image"),
         ({"guidance": "none"}, {}, "KerasCV always guides"),
-        ({"height": 320}, {}, "multiples of 128. This export's is 320×512"),
+        ({"shapes": shapes(320)}, {}, "multiples of 128. This one is 320×512"),
         ({"precision": "bfloat16"}, {}, "this export's has about 1719.1 M"),
         ({}, {"scheduler": "pndm"}, "calls its model 5 times for 5 steps, pndm 6 times"),
     ],
@@ -200,7 +206,8 @@ WRONG = [
     (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),
     (["--export_dir={}", "--guidance_scale=nan"], "is a finite number. Received: nan"),
     (["--export_dir={}", "--seed=2147483648"], "of 32 bits. Received: 2147483648"),
-    (["--export_dir={}", "--num_steps=2", "--height=64"], "Received: --height 64"),
+    (["--export_dir={}", "--num_steps=2", "--height=65"], "64x64 .HxW.. Received: --height 65"),
+    (["--export_dir={}", "--num_steps=2", "--batch_size=1"], "of the export is one of 2x64x64"),
     (["--export_dir={}", "--random_weights"], "--random_weights are KerasCV's"),
     (["--all", "--kerascv"], "--all includes KerasCV"),
     (["--all", "--jit_compile"], "--all measures with and without XLA"),

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import CLIPTokenizer
 
 from sd_tf.export.tokenizer import GraphTokenizer
+from sd_tf.runtime.shapes import Shapes
 from sd_tf.serving.tf_serving.predict import ModelServer, Servable
 from sd_tf.tokenizer import characters, prompts
 from sd_tf.tokenizer.clip import ClipTokenizer, TokenizerError
@@ -247,7 +248,7 @@ def test_saved_is_small_and_of_core_operations(saved):
 
 def test_saved_behind_tensorflow_servings_api(saved):
     texts = [text for text in TEXTS[:40] if "\x00" not in text]
-    servable = Servable(saved, "text_encoder", len(texts))
+    servable = Servable(saved, "text_encoder", Shapes(((8, 8),), (len(texts),), 8, 4))
     request = predict_pb2.PredictRequest()
     request.model_spec.name = "clip"
     request.inputs["prompt"].CopyFrom(tf.make_tensor_proto(texts))

@@ -247,13 +247,14 @@ def test_pictures_of_long_prompts(pipe, syntax):
 def test_an_export_of_an_older_sd_tf(tmp_path):
     """It has one chunk, and refuses weights before anything runs."""
     content = json.loads((micro_export() / FILE_NAME).read_text())
-    content["format_version"] = 4
-    del content["prompt_chunks"]
+    content |= {"format_version": 4, "batch_size": 2, "latent_shape": [8, 8, 4]}
+    content |= {"height": 16, "width": 16}
+    del content["prompt_chunks"], content["shapes"]
     encoder = content["components"]["text_encoder"]
     encoder["signatures"].remove("weighted")
     (tmp_path / FILE_NAME).write_text(json.dumps(content))
     older = Manifest.read(tmp_path)
-    assert older.prompt_chunks == 1
+    assert older.prompt_chunks == 1 and older.shapes == Manifest.read(micro_export()).shapes
     assert read("a (cat:1.3)", by=older).shared.prompt_syntax == "plain"
     with pytest.raises(ExportError, match=r"takes no weights, because an older .* Export again"):
         read("a (cat:1.3)", by=older, prompt_syntax="weighted")

@@ -93,8 +93,9 @@ def export_text_to_image(
     report(name, "saving")
     path = folder / name / VERSION_FOLDER
     signatures = _save(module, path)
-    run = verify.run_of(parts["diffusion_model"], options.verify)
-    del module, parts
+    loop = parts["diffusion_model"]
+    run = verify.run_of(loop, options.verify) if options.verify != "off" else {}
+    del module, parts, loop
     _clear()
     bundles.share([folder / part / VERSION_FOLDER for part in NEEDED], path)
 
@@ -105,7 +106,7 @@ def export_text_to_image(
     manifest = dataclasses.replace(manifest, components=records)
     manifest.write(folder)
     samples = []
-    if options.verify != "off":
+    if run:
         report(name, "drawing with its components")
         samples = verify.drawn(folder, manifest, int(run["num_steps"]), GENERATE, options.verify)
         gc.collect()

@@ -201,10 +201,11 @@ class GraphTokenizer(tf.Module):
         room, width = self.max_length - 2, self.max_length * self.chunks
         ragged = tf.RaggedTensor.from_row_lengths(ids, lengths, validate=False)
         rows = ragged.to_tensor(self.pad_id, shape=[None, room * self.chunks])
-        rows = tf.reshape(rows, [-1, room])
+        count = tf.size(lengths)
+        rows = tf.reshape(rows, [count * self.chunks, room])
         lengths = tf.reshape(lengths[:, None] - room * tf.range(self.chunks), [-1])
         start = tf.fill([tf.size(lengths), 1], self.start_id)
         rows = tf.concat([start, rows, tf.fill(tf.shape(start), self.pad_id)], 1)
         end = tf.clip_by_value(lengths, 0, room) + 1
         rows = tf.where(tf.range(self.max_length) == end[:, None], self.end_id, rows)
-        return tf.reshape(rows, [-1, width])
+        return tf.reshape(rows, [count, width])
