@@ -206,7 +206,7 @@ WRONG = [
     (["--export_dir={}", "--repeat=0"], "--repeat is at least 1. Received: 0"),
     (["--export_dir={}", "--guidance_scale=nan"], "is a finite number. Received: nan"),
     (["--export_dir={}", "--seed=2147483648"], "of 32 bits. Received: 2147483648"),
-    (["--export_dir={}", "--num_steps=2", "--height=65"], "64x64 .HxW.. Received: --height 65"),
+    (["--export_dir={}", "--num_steps=2", "--height=65"], "64x64 .HxW.. Received: height 65"),
     (["--export_dir={}", "--num_steps=2", "--batch_size=1"], "of the export is one of 2x64x64"),
     (["--export_dir={}", "--random_weights"], "--random_weights are KerasCV's"),
     (["--all", "--kerascv"], "--all includes KerasCV"),
