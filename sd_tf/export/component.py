@@ -30,7 +30,7 @@ from sd_tf.runtime.manifest import (
     Manifest,
     describe_files,
 )
-from sd_tf.runtime.saved_model import best_device
+from sd_tf.runtime.saved_model import best_device, give_back
 from sd_tf.weights import Checkpoint
 
 Report = Callable[[str, str], None]  # (component, what is being done or was done)
@@ -109,7 +109,7 @@ def export_text_to_image(
     if run:
         report(name, "drawing with its components")
         samples = verify.drawn(folder, manifest, int(run["num_steps"]), GENERATE, options.verify)
-        gc.collect()
+        _clear()
     figures = _compared(name, folder, samples, options, report)
     report(name, _done(start, folder / name, figures))
     target, found = lowerings["diffusion_model"]
@@ -152,8 +152,10 @@ def _save(module: tf.Module, path: Path) -> tuple[str, ...]:
 
 
 def _clear() -> None:
+    """Free what was deleted before, and give its memory back to the system."""
     keras.backend.clear_session()
     gc.collect()
+    give_back()
 
 
 def _compared(
@@ -167,7 +169,7 @@ def _compared(
     if samples:
         report(name, "reloading and comparing")
         figures |= verify.compare(name, folder, samples, options.verify, options.precision)
-        gc.collect()
+        _clear()
     return figures
 
 

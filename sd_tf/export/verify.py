@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from sd_tf.components.build import Component
 from sd_tf.runtime.call import WEIGHTED, Call
-from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.runtime.shapes import Shapes
 
 # Agreement in dB, below which nothing is published. Export and model are compared in the same
@@ -120,19 +121,21 @@ def _span(values) -> float:
     return max(float(np.ptp(np.asarray(values, "float64"))), 1e-12)
 
 
-def _values(output: tf.Tensor) -> np.ndarray:
+def _values(output: np.ndarray) -> np.ndarray:
     """Return an output as numbers: PNG files as their pixels."""
-    if output.dtype == tf.string:
+    if output.dtype == object:
         return np.stack([tf.io.decode_png(file).numpy() for file in output])
-    return output.numpy()
+    return output
 
 
-def compare(component: str, folder, samples: list[Sample], level: str, precision: str) -> dict:
+def compare(
+    component: str, folder: Path, samples: list[Sample], level: str, precision: str
+) -> dict:
     """Reload the SavedModel and compare its outputs with the reference; return the figures.
 
     They are the worst agreement of all shapes, and the seconds of all together.
     """
-    loaded = tf.saved_model.load(str(folder / component / VERSION_FOLDER))
+    loaded = SavedModel(folder, component, optimize=False)
     prefixes = {"saved_model": PLAIN, "saved_model_xla": ""}
     if PLAIN + samples[0].endpoint not in loaded.signatures:  # a text encoder, not compiled
         prefixes = {"saved_model": ""}
@@ -142,7 +145,7 @@ def compare(component: str, folder, samples: list[Sample], level: str, precision
     for label, prefix in prefixes.items():
         start = time.perf_counter()
         agreement = [
-            _agreement(loaded.signatures, component, prefix + sample.endpoint, sample, precision)
+            _agreement(loaded, component, prefix + sample.endpoint, sample, precision)
             for sample in samples
         ]
         seconds = time.perf_counter() - start
@@ -153,9 +156,11 @@ def compare(component: str, folder, samples: list[Sample], level: str, precision
     return figures
 
 
-def _agreement(signatures, component: str, name: str, sample: Sample, precision: str) -> float:
+def _agreement(
+    loaded: SavedModel, component: str, name: str, sample: Sample, precision: str
+) -> float:
     """Return the agreement of one signature's outputs with the reference; refuse too little."""
-    outputs = signatures[name](**{k: tf.constant(v) for k, v in sample.inputs.items()})
+    outputs = loaded.run(name, sample.inputs)
     reference = sample.reference
     agreement = [psnr(reference[k], _values(outputs[k]), _span(reference[k])) for k in reference]
     worst = float(np.min(agreement))  # NaN where any is, unlike Python's `min`

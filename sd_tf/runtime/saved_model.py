@@ -49,7 +49,7 @@ class SavedModel:
         self.signatures = {k: copy.deepcopy(v) for k, v in content.signature_def.items()}
         self._callables = {}
         del content
-        _give_back()
+        give_back()
 
     def runs(self, signature: str) -> bool:
         """Return whether a signature computes outputs; TensorFlow adds one that does not."""
@@ -63,7 +63,7 @@ class SavedModel:
         names, dtypes, outputs, function = self._callables[signature]
         found = function(*(np.asarray(inputs[n], dtypes[n]) for n in names))
         if is_new:
-            _give_back()
+            give_back()
         return dict(zip(outputs, found, strict=True))
 
     def _callable(self, signature):
@@ -97,7 +97,7 @@ def message_of(error: Exception) -> str:
     return AROUND.sub("", getattr(error, "message", str(error)))
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Return freed memory, which the C library keeps, to the system: a gigabyte with SD1.5."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
         libc.malloc_trim(0)
