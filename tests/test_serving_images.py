@@ -125,6 +125,7 @@ def test_the_pictures_are_those_of_generate(front, client, tmp_path):
     (tmp_path / "one.png").write_bytes(files[1])
     parameters, _ = read_parameters(tmp_path / "one.png")
     expected = {"prompt": PROMPT, "guidance_scale": 4.0, **more, "seed": 8}
+    expected |= {"height": 16, "width": 16, "prompt_syntax": "plain"}
     assert parameters == response.data[1].parameters == expected
     assert [image.seed for image in response.data] == [7, 8, 9]
     assert abs(response.created - time.time()) < 60

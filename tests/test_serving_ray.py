@@ -131,6 +131,8 @@ def test_the_pictures_are_the_pipelines(served, pipe, tmp_path):
         "seed": 9,
         "scheduler": "ddim",
         "prompt_syntax": "plain",
+        "height": 64,
+        "width": 64,
         **CALL,
     }
 
