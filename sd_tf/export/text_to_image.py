@@ -110,8 +110,9 @@ class TextToImageModule(tf.Module):
 
         def draw(prompt, num_steps, scheduler, negative_prompt=None, **inputs):
             checks = self.tables.checks(num_steps=num_steps, scheduler=scheduler)
-            with tf.control_dependencies(checks):
-                tokens = self._tokens(tf.ensure_shape(prompt, (shape.batch_size,)))
+            with tf.control_dependencies(checks):  # before anything else can fail
+                prompt, num_steps, scheduler = map(tf.identity, (prompt, num_steps, scheduler))
+            tokens = self._tokens(tf.ensure_shape(prompt, (shape.batch_size,)))
             if negative_prompt is None:
                 conditions = with_default(tokens=tokens)
             else:
