@@ -128,6 +128,8 @@ def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
         del content["checkpoint"]
         assert content == {
             "prompt": PROMPT,
+            "height": 64,
+            "width": 64,
             "num_steps": 20,
             "guidance_scale": 4.0,
             "seed": 4 - place,

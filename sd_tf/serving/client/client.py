@@ -169,7 +169,9 @@ class ServerRunner(Runner):
         """Make one batch by one call of the model from prompts to files."""
         clock, shared = Clock(), request.shared
         more = shared.given().keys() - {*WHOLE_TAKES}
-        if more and (more != {"prompt_syntax"} or shared.prompt_syntax != PLAIN):
+        if shared.prompt_syntax == PLAIN:
+            more -= {"prompt_syntax"}
+        if more:
             raise ValueError(
                 f"The server has {TEXT_TO_IMAGE} alone, which takes {', '.join(WHOLE_TAKES)}. "
                 f"Received also: {', '.join(sorted(more))}"
