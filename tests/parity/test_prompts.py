@@ -123,16 +123,17 @@ def ours(folder, chunks, prompts, negative_prompts=None):
     tokenizers = [checkpoint.tokenizer(name) for name in config.text_encoders]
     inputs = text_inputs(by, tokenizers, prompts, negative_prompts, weighted=True)
     fixed = Fixed(batch_size=len(prompts), height=64, width=64, prompt_chunks=chunks)
+    geometry = geometry_of(config, fixed)
     part = component(
         "text_encoder",
         config,
-        geometry_of(config, fixed),
+        geometry,
         "float32",
         empty_tokens_of(checkpoint),
         checkpoint.build,
     )
     inputs = {name: keras.ops.convert_to_tensor(value) for name, value in inputs.items()}
-    outputs = part.endpoints()["weighted"].function(**inputs)
+    outputs = part.endpoints(geometry.shapes.first)["weighted"].function(**inputs)
     return {name: keras.ops.convert_to_numpy(value) for name, value in outputs.items()}
 
 
