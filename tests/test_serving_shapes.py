@@ -111,6 +111,16 @@ def test_openais_client_chooses_a_size(front, pipe):
     assert refused.value.param == "size"
 
 
+def test_a_load_of_mixed_sizes(front, tmp_path):
+    arguments = ["--url", f"http://{front.http}", "--num_steps", "1", "--seconds", "2"]
+    path = tmp_path / "load.json"
+    sizes = ["--sizes", "16x16,16x24", "--clients", "5", "--json", str(path)]
+    assert main(["serve", "load", *arguments, *sizes]) == 0
+    (record,) = json.loads(path.read_text())
+    assert record["pictures"] >= 10 and record["wrong"] == record["failed"] == 0
+    assert main(["serve", "load", *arguments, "--clients", "1", "--sizes", "16x32"]) == 1
+
+
 def test_only_the_chosen_shapes_are_warmed_up(monkeypatch):
     called = []
     run = Servable.run

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from sd_tf.cli.arguments import TOKEN_EPILOG, add_json, report, token, write_json
+from sd_tf.cli.arguments import TOKEN_EPILOG, add_json, report, sizes, token, write_json
 from sd_tf.serving.load import LoadOptions, measure_load
 
 
@@ -17,6 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=defaults.prompt)
     parser.add_argument("--num_steps", type=int, default=defaults.num_steps)
     parser.add_argument("--guidance_scale", type=float, default=defaults.guidance_scale)
+    parser.add_argument(
+        "--sizes",
+        type=sizes,
+        metavar="HxW,HxW",
+        default=defaults.sizes,
+        help="sizes of the pictures, asked for in turn (default: the application's first)",
+    )
     add_json(parser)
     parser.epilog = TOKEN_EPILOG
 

@@ -1,7 +1,7 @@
 """Measure how much load a running application takes.
 
 A number of clients ask at once, each for the next picture when it has one. Every answer is compared
-with the first one for its seed, so that a mixed-up picture is counted, not averaged away. Two
+with the first one for its seed and size, so that a mixed-up picture is counted, not averaged away. Two
 pictures are the same if they differ by rounding alone, which can depend on the place in a batch.
 """
 
@@ -20,6 +20,7 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 from PIL import Image
 
+from sd_tf.runtime.shapes import Size
 from sd_tf.serving.tf_serving import ServingError
 
 SEEDS = 16  # different pictures that are asked for
@@ -38,6 +39,7 @@ class LoadOptions:
     prompt: str = "a large red star on a dark blue background"
     num_steps: int = 20
     guidance_scale: float = 4.0
+    sizes: Sequence[Size] = ()  # asked for in turn; none: the application's first
     token: str | None = field(default=None, repr=False)  # the application's key
 
     def check(self) -> SplitResult:
@@ -73,17 +75,20 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
 
 
+Asked = tuple[int, Size | None]  # a seed and a size
+
+
 @dataclass
 class Seen:
     """What the clients of one measurement have seen together."""
 
-    first: dict[int, np.ndarray]  # seed → the picture that was given for it
+    first: dict[Asked, np.ndarray]  # the picture that was given for a seed and size
     seconds: list[float] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def measure(url, options: LoadOptions, clients: int, first: dict[int, np.ndarray]) -> dict:
+def measure(url, options: LoadOptions, clients: int, first: dict) -> dict:
     seen = Seen(first)
     start = time.perf_counter()
     threads = [
@@ -110,15 +115,17 @@ def measure(url, options: LoadOptions, clients: int, first: dict[int, np.ndarray
 def _ask(url, options: LoadOptions, number: int, start: float, seen: Seen) -> None:
     """Ask as one client until the time is over."""
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=LONGEST)
-    asked = number
+    asked, sizes = number, options.sizes or (None,)
     while time.perf_counter() - start < options.seconds:
-        seed = asked % SEEDS
+        seed, size = asked % SEEDS, sizes[(asked + asked // SEEDS) % len(sizes)]
         body = {
             "prompt": options.prompt,
             "num_steps": options.num_steps,
             "guidance_scale": options.guidance_scale,
             "seed": seed,
         }
+        if size is not None:
+            body["height"], body["width"] = size
         begun = time.perf_counter()
         path = f"{url.path.rstrip('/')}/generate"
         status, content = post(connection, path, json.dumps(body).encode(), options.token)
@@ -127,7 +134,7 @@ def _ask(url, options: LoadOptions, number: int, start: float, seen: Seen) -> No
         if picture is not None:
             asked += 1
             with seen.lock:
-                expected = seen.first.setdefault(seed, picture)
+                expected = seen.first.setdefault((seed, size), picture)
                 seen.seconds.append(taken)
                 seen.counts["wrong"] += not _is_same(picture, expected)
         else:
