@@ -1,8 +1,9 @@
 """Measure how much load a running application takes.
 
 A number of clients ask at once, each for the next picture when it has one. Every answer is compared
-with the first one for its seed and size, so that a mixed-up picture is counted, not averaged away. Two
-pictures are the same if they differ by rounding alone, which can depend on the place in a batch.
+with the first one for its seed and size, so that a mixed-up picture is counted, not averaged away.
+Two pictures are the same if they differ by rounding alone, which can depend on the place in a
+batch.
 """
 
 import base64
