@@ -150,8 +150,8 @@ class SamplerTables(tf.Module):
             scheduler = self.default_scheduler
         count, most_steps = self.calls.shape
         valid = [
-            _is_below(scheduler, count, f"scheduler must be 0…{count - 1}"),
-            _is_below(num_steps - 1, most_steps, f"num_steps must be 1…{most_steps}"),
+            _is_within(scheduler, 0, count - 1, "scheduler"),
+            _is_within(num_steps, 1, most_steps, "num_steps"),
         ]
         with tf.control_dependencies(valid):
             calls = tf.gather_nd(self.calls, tf.stack([scheduler, num_steps - 1]))
@@ -164,6 +164,7 @@ class SamplerTables(tf.Module):
         ]
 
 
-def _is_below(value, limit: int, message: str):
-    """Assert 0 ≤ value < limit: as unsigned numbers, negative ones are large."""
-    return tf.debugging.assert_less(tf.cast(value, "uint32"), tf.constant(limit, "uint32"), message)
+def _is_within(value, low: int, high: int, name: str):
+    """Assert low ≤ value ≤ high."""
+    is_within = tf.logical_and(tf.greater_equal(value, low), tf.less_equal(value, high))
+    return tf.debugging.Assert(is_within, [f"{name} must be {low}…{high}. Received:", value])
