@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from sd_tf.errors import SdTfError
 
-# What a call of the models costs beside its pictures, in pictures; docs/performance.md has the
-# measurements.
+# What a call of the models costs beside its pictures, in pictures: an estimate.
 CALL_COST = 0.5
 SHAPE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})x([1-9]\d{0,6})")
 SIZE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})")
