@@ -89,7 +89,7 @@ class Seen:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def measure(url, options: LoadOptions, clients: int, first: dict) -> dict:
+def measure(url, options: LoadOptions, clients: int, first: dict[Asked, np.ndarray]) -> dict:
     seen = Seen(first)
     start = time.perf_counter()
     threads = [
