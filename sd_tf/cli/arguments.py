@@ -42,6 +42,17 @@ def add_jit_compile(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_load_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--load_adapter",
+        action="append",
+        default=[],
+        type=named_path,
+        metavar="NAME=PATH",
+        help="put an adapter (LoRA) into one of the export's places; may be given several times",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the figures")
 
@@ -83,6 +94,14 @@ def _parsed(parse: Callable[[str], Any], text: str) -> Any:
 def names(text: str) -> tuple[str, ...]:
     """Parse names with commas between them."""
     return tuple(filter(None, text.split(",")))
+
+
+def named_path(text: str) -> tuple[str, Path]:
+    """Parse NAME=PATH."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"NAME=PATH. Received: {text!r}")
+    return name, Path(path)
 
 
 def token() -> str | None:

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from sd_tf.cli.options import EXPORT, SHAPE, chosen, opened
+from sd_tf.cli.options import EXPORT, PLACES, SHAPE, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of
 
@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> int:
         options.output_dir,
         ExportOptions(
             **chosen(options, SHAPE),
+            **chosen(options, PLACES),
             precision=options.precision,
             max_steps=options.max_steps,
             guidance=options.guidance,

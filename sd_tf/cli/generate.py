@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sd_tf.cli.arguments import add_compile_cache, add_jit_compile
+from sd_tf.cli.arguments import add_compile_cache, add_jit_compile, add_load_adapter
 from sd_tf.cli.drawing import add_drawing_arguments, draw, read_wanted
 
 
@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what `sd-tf export` wrote (default: the embedded checkpoint's, or with --image and "
         "no --strength the embedded editor's, made on first use)",
     )
+    add_load_adapter(parser)
     add_compile_cache(parser)
     add_jit_compile(parser)
 
@@ -34,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
         jit_compile=options.jit_compile,
         compile_cache=options.compile_cache,
     )
+    for name, path in options.load_adapter:
+        pipe.load_adapter(name, path)
     print(f"loaded {export_dir} in {pipe.load_seconds:.1f} s", flush=True)
     draw(pipe, wanted, Path(options.out))
     return 0

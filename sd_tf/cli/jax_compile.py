@@ -7,7 +7,7 @@ import time
 import jax
 
 from sd_tf.cli.arguments import add_json, write_json
-from sd_tf.cli.options import OPENING, SEVERAL, opened
+from sd_tf.cli.options import OPENING, PLACES, SEVERAL, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig, family_of
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt_chunks", type=int, default=1, help="chunks of 75 tokens that a prompt may fill"
     )
+    add_options(parser, PLACES)
     parser.add_argument("--model_axis", type=int, default=1, help="devices that share one UNet")
     parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
     parser.add_argument("--out", dest="output_dir", help="folder for the compiled pipeline")
@@ -128,6 +129,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
         guidance=options.guidance,
         guidance_rescale=options.guidance_rescale,
         prompt_chunks=options.prompt_chunks,
+        **chosen(options, PLACES),
     )
     geometry = geometry_of(checkpoint.config, fixed)
     shape = geometry.shapes.first

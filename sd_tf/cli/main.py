@@ -12,6 +12,9 @@ COMMANDS = {
     "export": Command(
         "sd_tf.cli.export", "write a checkpoint as SavedModels, verified", TENSORFLOW
     ),
+    "export-adapters": Command(
+        "sd_tf.cli.export_adapters", "write adapters (LoRA) into an export's places", TENSORFLOW
+    ),
     "benchmark": Command(
         "sd_tf.cli.benchmark", "time an export, and KerasCV's pipeline beside it", TENSORFLOW
     ),

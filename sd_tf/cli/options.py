@@ -16,6 +16,7 @@ from sd_tf.cli.arguments import Switch, names, sizes, whole_numbers
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
+from sd_tf.runtime.adapter_places import DEFAULT_LAYERS, DEFAULT_RANK, LAYERS
 
 flags.disclaim_key_flags()  # `--help` shows them as the script's own
 
@@ -74,6 +75,18 @@ SHAPE = (
     *SEVERAL,
 )
 
+PLACES = (
+    Option("adapter_slots", 0, "Adapters (LoRA) that can be switched at run time.", int),
+    Option("adapter_rank", DEFAULT_RANK, "The highest rank of such an adapter.", int),
+    Option(
+        "adapter_layers",
+        DEFAULT_LAYERS,
+        "The layers of the denoiser that they may change; each costs memory. The text encoders' "
+        "are always among them.",
+        choices=LAYERS,
+    ),
+)
+
 EXPORT = (
     Option(
         "checkpoint",
@@ -100,6 +113,7 @@ EXPORT = (
         "Chunks of 75 tokens that a prompt may fill; each makes every step a little slower.",
         int,
     ),
+    *PLACES,
     Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
     Option(
         "target",

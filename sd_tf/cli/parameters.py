@@ -5,9 +5,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.parameter import CallError, Kind, Parameter
+from sd_tf.runtime.parameter import CallError, Kind, Mixture, Parameter
 
-METAVARS = {Kind.PICTURE: "FILE", Kind.MASK: "FILE", Kind.PAIR: "HEIGHTxWIDTH"}
+METAVARS = {
+    Kind.PICTURE: "FILE",
+    Kind.MASK: "FILE",
+    Kind.PAIR: "HEIGHTxWIDTH",
+    Kind.MIXTURE: "NAME@SCALE",
+}
 
 
 def add_parameters(
@@ -26,8 +31,17 @@ def add_parameters(
         if known.is_required:
             parser.add_argument(known.name, nargs="*", help=text)
         else:
+            names = [f"--{known.name}"]
+            action = "store"
+            if known.kind is Kind.MIXTURE:  # one for all, or given again for each name
+                names, action = [f"--{known.name.removesuffix('s')}", *names], Mixed
             parser.add_argument(
-                f"--{known.name}", type=_read(known), metavar=METAVARS.get(known.kind), help=text
+                *names,
+                dest=known.name,
+                action=action,
+                type=_read(known),
+                metavar=METAVARS.get(known.kind),
+                help=text,
             )
 
 
@@ -39,6 +53,16 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the parameters that the command line gives, by name."""
     values = {known.name: getattr(options, known.name, None) for known in flag_parameters()}
     return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+class Mixed(argparse.Action):
+    """Joins the mixtures of a flag that is given several times."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest) or {}
+        if twice := sorted(before.keys() & values.keys()):
+            raise argparse.ArgumentError(self, f"{', '.join(twice)} is given twice")
+        setattr(namespace, self.dest, Mixture({**before, **values}))
 
 
 def _read(known: Parameter) -> Callable[[str], Any]:

@@ -5,7 +5,7 @@ them. These callers bring different models, but put them together in this one wa
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import keras
 import numpy as np
@@ -15,14 +15,18 @@ from sd_tf.components.conditions import conditions_of, reader_of, text_encoder
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
+from sd_tf.components.places import Places, in_denoiser, in_text_encoder
 from sd_tf.components.spec import COMPONENTS, Endpoint, as_is
 from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.runtime.adapters import LayerRecord, Layers
 from sd_tf.runtime.shapes import Shape
 from sd_tf.sampling.packed import Packed, pack
 from sd_tf.weights import Checkpoint, layout
 
 # The autoencoder's layers that each half computes with, by the start of their names.
 OF_DECODER, OF_ENCODER = ("decoder.", "post_quant_conv."), ("encoder.", "quant_conv.")
+
+WEIGHT, EMBEDDINGS = ".weight", ".embeddings."
 
 Build = Callable[[str, str], keras.layers.Layer]  # (the checkpoint's component, dtype) → its model
 
@@ -37,6 +41,7 @@ class Component:
     layers: tuple[str, ...] = ("",)  # starts of the names of the layers that it computes with
     tables: Packed | None = None  # the samplers' tables, where it has a loop
     default_scheduler: int = 0  # its number in the tables
+    places: Places = field(default_factory=Places)
     is_rewritten: bool = True  # for the target's compiler; a text encoder stays as it is written
 
     def endpoints(self, shape: Shape, tables=None, shared=as_is) -> dict[str, Endpoint]:
@@ -58,6 +63,20 @@ class Component:
             if path.startswith(self.layers)
         }
 
+    @property
+    def adaptable(self) -> Layers:
+        """The layers that an adapter may change, and whether they have places."""
+        found = {}
+        for part, model in self.models.items():
+            found[part] = {
+                path.removesuffix(WEIGHT): LayerRecord(
+                    slot.shape, (part, path.removesuffix(WEIGHT)) in self.places.by_layer
+                )
+                for path, slot in layout.slots(model).items()
+                if path.endswith(WEIGHT) and len(slot.shape) > 1 and EMBEDDINGS not in path
+            }
+        return Layers(found)
+
 
 def component(
     name: str,
@@ -73,22 +92,26 @@ def component(
 
 def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component:
     models = {name: build(name, precision) for name in config.text_encoders}
-    read = reader_of(list(models.values()))
+    places = Places(models, geometry.adapters, in_text_encoder)
+    read = reader_of(list(models.values()), places)
 
     def declare(shape, tables, shared):
         return text_encoder(
-            shared(read, open_batch=True),
+            shared(read, open_batch=True, fixed=tuple(places.inputs)),
+            places,
             empty_tokens,
             config.zero_empty_negative,
             shape.batch_size,
             geometry.prompt_chunks,
         )
 
-    return Component("text_encoder", models, declare, is_rewritten=False)
+    return Component("text_encoder", models, declare, places=places, is_rewritten=False)
 
 
 def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Component:
-    denoiser = build(config.denoiser.component, precision)
+    models = {config.denoiser.component: build(config.denoiser.component, precision)}
+    places = Places(models, geometry.adapters, in_denoiser(geometry.adapters.layers))
+    denoiser = places.taking_kernels(models[config.denoiser.component])
     packed = pack(config.schedule, geometry.max_steps)
     default = packed.numbers[config.schedule.sampler]
 
@@ -98,6 +121,7 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
             tables,
             conditions_of(config, geometry, shape),
             guidance_of(geometry.guidance, config.latent_inputs, geometry.guidance_rescale),
+            places,
             (shape.batch_size, *geometry.shapes.latent(shape.size)),
             default,
             config.denoiser.guidance_embed_dim,
@@ -106,10 +130,11 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
 
     return Component(
         "diffusion_model",
-        {config.denoiser.component: denoiser},
+        models,
         declare,
         tables=packed,
         default_scheduler=default,
+        places=places,
     )
 
 

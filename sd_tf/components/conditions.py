@@ -9,8 +9,10 @@ from keras import ops
 from sd_tf.components.emphasis import emphasized, kept
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import EDITED
+from sd_tf.components.places import Places
 from sd_tf.components.spec import Endpoint, Spec
 from sd_tf.config import PipelineConfig
+from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.call import WEIGHTED
 from sd_tf.runtime.shapes import Shape
 
@@ -63,15 +65,17 @@ def conditions_of(config: PipelineConfig, geometry: Geometry, shape: Shape) -> C
     return Conditions(model, latent[config.latent_inputs])
 
 
-Read = Callable[..., tuple[list, list]]  # chunks of tokens → contexts, pooled texts
+# (chunks of tokens, scales where there are places for adapters) → contexts, pooled texts
+Read = Callable[..., tuple[list, list]]
 
 
-def reader_of(encoders: Sequence) -> Read:
+def reader_of(encoders: Sequence, places: Places) -> Read:
     """Return a function that runs all encoders on chunks (M, 77), or (M, encoders, 77)."""
 
-    def read(tokens):
+    def read(tokens, **adapters):
         per_encoder = ops.unstack(tokens, axis=1) if len(encoders) > 1 else [tokens]
-        outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
+        with places.beside(**adapters):
+            outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
         contexts = [ops.cast(o["context"], "float32") for o in outputs]
         pooled = [ops.cast(o["pooled"], "float32") for o in outputs if "pooled" in o]
         return contexts, pooled[:1]
@@ -81,6 +85,7 @@ def reader_of(encoders: Sequence) -> Read:
 
 def text_encoder(
     read: Read,
+    places: Places,
     empty_tokens: np.ndarray,
     zero_empty_negative: bool,
     batch_size: int,
@@ -94,7 +99,8 @@ def text_encoder(
 
     `empty_tokens` (1, 77) or (1, encoders, 77) are the ids of "", which most families take for a
     missing negative prompt; with `zero_empty_negative` its conditions are zeros. Those are also
-    what weights give that are all 0.
+    what weights give that are all 0. With places for adapters, each endpoint but the default one
+    takes their scales, and `ADAPTED` is the default one that takes them.
     """
     length = empty_tokens.shape[-1]
 
@@ -110,8 +116,8 @@ def text_encoder(
             return context
         return ops.reshape(context, (-1, chunks * length, context.shape[-1]))
 
-    def encode(tokens, weights=None):
-        contexts, pooled = read(divided(tokens))
+    def encode(tokens, adapters, weights=None):
+        contexts, pooled = read(divided(tokens), **adapters)
         if weights is not None:
             parts = divided(weights)
             parts = ops.unstack(parts, axis=1) if len(contexts) > 1 else [parts]
@@ -132,24 +138,32 @@ def text_encoder(
             outputs[f"unconditional_{key}"] = to_batch(unconditional[key])
         return outputs
 
-    def with_default(tokens):
-        positive = encode(tokens)
+    def with_default(tokens, **adapters):
+        positive = encode(tokens, adapters)
         if zero_empty_negative:
             return named(positive, {key: ops.zeros_like(x) for key, x in positive.items()})
         empty = np.concatenate([empty_tokens] * chunks, axis=-1)
-        return named(positive, encode(ops.convert_to_tensor(empty)))
+        return named(positive, encode(ops.convert_to_tensor(empty), adapters))
 
-    def with_negative(tokens, negative_tokens):
-        return named(encode(tokens), encode(negative_tokens))
+    def without_adapters(tokens):
+        return with_default(tokens, **places.none())
 
-    def with_weights(tokens, negative_tokens, token_weights, negative_token_weights):
-        return named(encode(tokens, token_weights), encode(negative_tokens, negative_token_weights))
+    def with_negative(tokens, negative_tokens, **adapters):
+        return named(encode(tokens, adapters), encode(negative_tokens, adapters))
+
+    def with_weights(tokens, negative_tokens, token_weights, negative_token_weights, **adapters):
+        return named(
+            encode(tokens, adapters, token_weights),
+            encode(negative_tokens, adapters, negative_token_weights),
+        )
 
     shape = (None, *empty_tokens.shape[1:-1], length * chunks)
     ids, weights = Spec(shape, "int32"), Spec(shape)
-    both = {"tokens": ids, "negative_tokens": ids}
+    both = {"tokens": ids, "negative_tokens": ids, **places.inputs}
+    adapted = Endpoint(with_default, {"tokens": ids, **places.inputs})
     return {
-        "serving_default": Endpoint(with_default, {"tokens": ids}),
+        "serving_default": Endpoint(without_adapters, {"tokens": ids}),
+        **({ADAPTED: adapted} if places.inputs else {}),
         "encode": Endpoint(with_negative, both),
         WEIGHTED: Endpoint(
             with_weights, {**both, "token_weights": weights, "negative_token_weights": weights}

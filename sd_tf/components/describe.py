@@ -49,6 +49,7 @@ def manifest_of(
         shift_factor=config.autoencoder.shift_factor,
         jit_compiled_text_encoder=jit_compiled_text_encoder,
         prompt_chunks=geometry.prompt_chunks,
+        adapters=geometry.adapters,
         tokenizers={
             name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
         },

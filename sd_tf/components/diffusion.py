@@ -7,6 +7,7 @@ from keras import ops
 
 from sd_tf.components.conditions import Conditions
 from sd_tf.components.guidance import SCALE, Guidance
+from sd_tf.components.places import KERNELS, Places
 from sd_tf.components.spec import Endpoint, Spec, as_is
 from sd_tf.sampling import noise as noise_source
 from sd_tf.sampling.loop import denoise, empty_history
@@ -17,21 +18,25 @@ class DiffusionModel:
     """The loop around a denoiser. `endpoints` lists what can be called and with which inputs.
 
     Inputs that every call of the loop shares are passed on by name: `num_steps`, `scheduler` (its
-    number), the guidance's scales and the conditions.
+    number), the guidance's scales, the conditions, and the adapters' scales where there are places
+    for adapters.
     """
 
     def __init__(
         self,
-        denoiser,  # (x, timesteps, **conditions) → its prediction
+        denoiser,  # (x, timesteps, **conditions) → its prediction; also `KERNELS` with places
         tables,  # the fields of `sampling.packed.Packed`, as the backend's arrays
         conditions: Conditions,
         guidance: Guidance,
+        places: Places,
         latents: tuple[int, int, int, int],  # their shape (B, h, w, c)
         default_scheduler: int,
         guidance_embed_dim: int | None = None,  # LCM: the denoiser is told the guidance scale
         shared=as_is,
     ):
-        self.denoiser, self.tables = shared(denoiser, open_batch=True), tables
+        self.denoiser = shared(denoiser, open_batch=True, fixed=(KERNELS,))
+        self.tables, self.places = tables, places
+        self._merged = shared(places.merged)
         self.conditions, self.guidance = conditions, guidance
         self.batch_size, *self.latent_shape = latents
         self.default_scheduler = default_scheduler
@@ -44,7 +49,7 @@ class DiffusionModel:
         history = Spec((HISTORY, *latents.shape))
         scalar, seeds = Spec(dtype="int32"), Spec((self.batch_size,), "int32")
         call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
-        chosen = {**call, "scheduler": scalar}
+        chosen = {**call, "scheduler": scalar, **self.places.inputs}
         state = {"latent": latents, "history": history}
         bounds = {"first": scalar, "start": scalar, "stop": scalar}
         steps = {"scheduler": scalar, "num_steps": scalar}
@@ -63,9 +68,9 @@ class DiffusionModel:
     # Whole runs
 
     def default(self, **inputs):
-        """Draw with the default scheduler; picture i of the batch has the seed i."""
+        """Draw with the default scheduler, without adapters; picture i has the seed i."""
         scheduler = ops.convert_to_tensor(self.default_scheduler, "int32")
-        return self.seeded(self._default_seeds, scheduler=scheduler, **inputs)
+        return self.seeded(self._default_seeds, scheduler=scheduler, **self.places.none(), **inputs)
 
     def seeded(self, seed, **inputs):
         return self._whole_run(self.noise(seed)["noise"], seed, **inputs)
@@ -104,23 +109,28 @@ class DiffusionModel:
     def _run(self, x, past, first, start, stop, seeds, scheduler, num_steps, inputs):
         scales = tuple(inputs[name] for name in self.guidance.scales)
         conditions = {name: inputs[name] for name in self.conditions.inputs}
+        adapters = {name: inputs[name] for name in self.places.inputs}
         return self._shared_walk(
-            x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions
+            x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions, adapters
         )
 
-    def _walk(self, x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions):
+    def _walk(
+        self, x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions, adapters
+    ):
         offset = self._of_run(self.tables.starts, scheduler, num_steps)
 
         def rows(i, variant):
             return ops.take(ops.take(self.tables.rows, offset + i, axis=0), variant, axis=0)
 
         stop = ops.minimum(stop, self._of_run(self.tables.calls, scheduler, num_steps))
-        predict = self._predictor(conditions, scales)
+        predict = self._predictor(conditions, scales, adapters)
         return denoise(predict, rows, x, past, first, start, stop, seeds)
 
-    def _predictor(self, conditions, scales):
+    def _predictor(self, conditions, scales, adapters):
         """Return (x, timestep) → the guided output; what the steps share is computed here."""
         given = self.guidance.conditions(conditions, self.conditions.names)
+        if adapters:
+            given[KERNELS] = self._merged(**adapters)
         beside = self.guidance.beside(conditions, self.conditions.beside)
         batch = len(self.guidance.parts) * self.batch_size
         if self.guidance_embed_dim is not None:

@@ -4,6 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sd_tf.config import PipelineConfig
+from sd_tf.runtime.adapter_places import (
+    DEFAULT_LAYERS,
+    DEFAULT_RANK,
+    LAYERS,
+    NO_PLACES,
+    AdapterPlaces,
+)
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.shapes import Shapes, Size
 
@@ -24,6 +31,9 @@ class Fixed:
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
     guidance_rescale: float = 0.0
     prompt_chunks: int = 1  # chunks of 75 tokens that a prompt may fill
+    adapter_slots: int = 0  # adapters that can be switched at run time
+    adapter_rank: int = DEFAULT_RANK  # the highest rank that such an adapter may have
+    adapter_layers: str = DEFAULT_LAYERS  # the denoiser's layers that they may change
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ class Geometry:
     guidance: str
     guidance_rescale: float
     prompt_chunks: int
+    adapters: AdapterPlaces
 
 
 def refuse(rule: str, received) -> None:
@@ -70,7 +81,21 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         fixed.guidance,
         fixed.guidance_rescale,
         fixed.prompt_chunks,
+        adapters_of(fixed),
     )
+
+
+def adapters_of(fixed: Fixed) -> AdapterPlaces:
+    """Return the places for adapters that are asked for, checked."""
+    if fixed.adapter_slots < 0:
+        refuse("The number of places for adapters is at least 0.", fixed.adapter_slots)
+    if fixed.adapter_rank < 1:
+        refuse("The rank of a place for an adapter is at least 1.", fixed.adapter_rank)
+    if fixed.adapter_layers not in LAYERS:
+        refuse(f"The layers of adapters are {', '.join(LAYERS)}.", fixed.adapter_layers)
+    if not fixed.adapter_slots:
+        return NO_PLACES
+    return AdapterPlaces(fixed.adapter_slots, fixed.adapter_rank, fixed.adapter_layers)
 
 
 def shapes_of(config: PipelineConfig, fixed: Fixed) -> Shapes:

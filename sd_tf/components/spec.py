@@ -1,6 +1,6 @@
 """The types with which a component declares its endpoints and their inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
@@ -21,10 +21,11 @@ class Endpoint:
     compiled: bool = True  # False: a few multiplications, not worth compiling
 
 
-def as_is(function, open_batch: bool = False):
+def as_is(function, open_batch: bool = False, fixed: Collection[str] = ()):
     """Return the function as it is: the default of `shared`, which may trace it once for several.
 
     Args:
-        open_batch: all arguments have the batch as their first dimension, and may have any.
+        open_batch: the arguments have the batch as their first dimension, and may have any.
+        fixed: the names of those that have none.
     """
     return function

@@ -1,15 +1,17 @@
-"""Values of variables that several SavedModels share on the disk, by hard links.
+"""The files with the values of SavedModels' variables: shared by hard links, and changed in part.
 
-A SavedModel's values are a bundle: an index of names, and one data file or more. What is needed for
-sharing are bundles that have a part's values alone: its data file is then linked into the bundle of
-each SavedModel with that part, beside a small one with the SavedModel's own graph of objects.
+A SavedModel's values are a bundle: an index of names, and one data file or more. Here each
+SavedModel of an export has its weights in one data file, its places for adapters in another, and
+its graph of objects in a third. A SavedModel that consists of others links their files, and other
+adapters need new files for the places alone.
 """
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
 from sd_tf.files.publish import link
@@ -18,6 +20,15 @@ from sd_tf.runtime.manifest import ExportError
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 VARIABLES = "variables/variables"  # of a SavedModel
 DATA = ".data-00000-of-00001"
+WEIGHTS_INDEX = "weights.index"  # beside a divided SavedModel: its first data file is the weights'
+PLACES = "_adapters"  # behind a component's name: the attribute with its places for adapters
+
+Rows = Mapping[str, tuple[int, np.ndarray]]  # a variable's name → the first row, rows from there
+
+
+def place_name(component: str, matrix: str) -> str:
+    """Return the name that a matrix of a component's places has in bundles."""
+    return f"{component}{PLACES}/{matrix.replace('.', '..')}/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 def share(parts: Sequence[Path], whole: Path) -> None:
@@ -33,12 +44,23 @@ def share(parts: Sequence[Path], whole: Path) -> None:
             f"The variables of {whole.parent.name} are not those of "
             f"{', '.join(path.parent.name for path in parts)}: this is a defect of sd_tf."
         )
-    with tempfile.TemporaryDirectory(dir=whole.parent) as name:
+    rebuild(parts, whole)
+
+
+def rebuild(parts: Sequence[Path], whole: Path | None = None, rows: Rows | None = None) -> None:
+    """Divide the bundles of SavedModels, and have `whole` share their values.
+
+    Args:
+        rows: new values in the places for adapters.
+    """
+    with tempfile.TemporaryDirectory(dir=parts[0].parent) as name:
         folder = Path(name)
-        values = [_divided(path, folder / str(i), shapes[i]) for i, path in enumerate(parts)]
+        values = [_divided(path, folder / str(i), rows or {}) for i, path in enumerate(parts)]
         for path, value in zip(parts, values, strict=True):
-            _merge([value], path, folder)
-        _merge(values, whole, folder)
+            shutil.copyfile(f"{value[0]}.index", path.parent / WEIGHTS_INDEX)
+            _merge(value, path, folder)
+        if whole is not None:
+            _merge([one for value in values for one in value], whole, folder)
 
 
 def _shapes(model: Path) -> dict[str, list[int]]:
@@ -46,11 +68,26 @@ def _shapes(model: Path) -> dict[str, list[int]]:
     return {name: shape for name, shape in found.items() if name != OBJECT_GRAPH}
 
 
-def _divided(model: Path, folder: Path, names: Sequence[str]) -> Path:
-    """Copy the values of a SavedModel's variables, without its graph of objects, to a bundle."""
+def _divided(model: Path, folder: Path, rows: Rows) -> list[Path]:
+    """Return bundles of a SavedModel's weights and of its places, if it has any.
+
+    The weights are linked from a bundle that was divided before, else copied.
+    """
     folder.mkdir()
-    _copy(model / VARIABLES, folder / "values", sorted(names))
-    return folder / "values"
+    names = sorted(_shapes(model))
+    places = [name for name in names if f"{PLACES}/" in name]
+    weights = folder / "weights"
+    index = model.parent / WEIGHTS_INDEX
+    if index.is_file():
+        shutil.copyfile(index, f"{weights}.index")
+        first = min((model / VARIABLES).parent.glob("variables.data-*"))
+        link(first, f"{weights}{DATA}")
+    else:
+        _copy(model / VARIABLES, weights, [name for name in names if name not in places])
+    if not places:
+        return [weights]
+    _copy(model / VARIABLES, folder / "places", places, rows)
+    return [weights, folder / "places"]
 
 
 def _merge(values: Sequence[Path], model: Path, folder: Path) -> None:
@@ -72,8 +109,8 @@ def _merge(values: Sequence[Path], model: Path, folder: Path) -> None:
         )
 
 
-def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
-    """Copy some tensors of a bundle to a bundle of their own."""
+def _copy(source: Path, target: Path, names: Sequence[str], rows: Rows | None = None) -> None:
+    """Copy some tensors of a bundle to a bundle of their own, with other rows where given."""
     dtypes = tf.train.load_checkpoint(str(source)).get_variable_to_dtype_map()
     slices = [""] * len(names)
     tensors = tf.raw_ops.RestoreV2(
@@ -82,6 +119,11 @@ def _copy(source: Path, target: Path, names: Sequence[str]) -> None:
         shape_and_slices=slices,
         dtypes=[dtypes[name] for name in names],
     )
+    for i, name in enumerate(names):
+        if rows and name in rows:
+            first, changed = rows[name]
+            where = tf.range(first, first + len(changed))[:, None]
+            tensors[i] = tf.tensor_scatter_nd_update(tensors[i], where, changed)
     tf.raw_ops.SaveV2(
         prefix=str(target), tensor_names=names, shape_and_slices=slices, tensors=tensors
     )

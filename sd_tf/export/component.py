@@ -62,8 +62,13 @@ def export_component(
         samples.append(verify.Sample(endpoint, inputs, reference))
     report(name, "saving")
     signatures = _save(module, folder / name / VERSION_FOLDER)
+    if has_places := bool(part.places.by_layer):
+        part.adaptable.write(folder / name)
     del module, part
     _clear()
+    if has_places:
+        bundles.rebuild([folder / name / VERSION_FOLDER])
+        _clear()
     figures = _compared(name, folder, samples, options, report)
     report(name, _done(start, folder / name, figures))
     files = describe_files(folder, name)

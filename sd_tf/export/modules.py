@@ -5,13 +5,15 @@ the same variables. The compiled ones are traced with the target's rewrites, the
 models are written: once for all batches of a size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 
 import tensorflow as tf
+from keras import ops
 
 from sd_tf.components import Endpoint, Spec
 from sd_tf.components.build import Component
+from sd_tf.export.bundles import PLACES
 from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
 from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.shapes import Shapes
@@ -74,6 +76,10 @@ def keep_variables(module: tf.Module, component: Component) -> None:
     """Have a module save a component's variables, under the same names in every module."""
     variables = [slot.variable.value for slot in component.slots.values()]
     setattr(module, component.name, variables)
+    places = component.places.variables
+    for variable in places.values():
+        variable._initialize(ops.zeros(variable.shape, variable.dtype))
+    setattr(module, component.name + PLACES, {name: v.value for name, v in places.items()})
 
 
 def compiled(function, rewrites: Rewrites):
@@ -112,15 +118,22 @@ class Traces:
     def __init__(self):
         self._traced = {}
 
-    def shared(self, function, open_batch: bool = False):
-        """Return a function that calls the trace for its arguments' shapes."""
+    def shared(self, function, open_batch: bool = False, fixed: Collection[str] = ()):
+        """Return a function that calls the trace for its arguments' shapes; see `as_is`."""
 
-        def spec(x) -> tf.TensorSpec:
-            is_open = open_batch and rewrites() == AS_WRITTEN
-            return tf.TensorSpec([None, *x.shape[1:]] if is_open else x.shape, x.dtype)
+        def open_spec(x) -> tf.TensorSpec:
+            return tf.TensorSpec([None, *x.shape[1:]], x.dtype)
+
+        def fixed_spec(x) -> tf.TensorSpec:
+            return tf.TensorSpec(x.shape, x.dtype)
 
         def call(*args, **kwargs):
-            specs = tf.nest.map_structure(spec, (args, kwargs))
+            spec = open_spec if open_batch and rewrites() == AS_WRITTEN else fixed_spec
+            named = {
+                name: tf.nest.map_structure(fixed_spec if name in fixed else spec, value)
+                for name, value in kwargs.items()
+            }
+            specs = tf.nest.map_structure(spec, args), named
             key = function, rewrites(), tuple(tf.nest.flatten(specs))
             if key not in self._traced:
                 traced = tf.function(function, autograph=False)

@@ -11,11 +11,13 @@ from sd_tf.components.geometry import Geometry
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest
 from sd_tf.weights import Checkpoint
 
-# Fields of the manifest that all components share, those that the components between which latents
-# pass share, and those that one component decides.
+# Fields of the manifest that all components share, those that some share (the components between
+# which latents pass, and those with places for adapters), and those that one component decides.
 SHARED = ("shapes", "precision")
-LATENT_SHARED = ("scaling_factor", "shift_factor")
-LATENT = ("diffusion_model", "decoder", "image_encoder")
+SHARED_BY = {
+    ("diffusion_model", "decoder", "image_encoder"): ("scaling_factor", "shift_factor"),
+    ("text_encoder", "diffusion_model"): ("adapters",),
+}
 OWNED = {
     "text_encoder": (
         "jit_compiled_text_encoder",
@@ -48,10 +50,13 @@ def merged(
             f"The export's {TEXT_TO_IMAGE} shares the weights of its components, so they are "
             f"replaced together: export all components. Received: {', '.join(replaced)}"
         )
-    keeps_latents = any(name in LATENT for name in kept)
-    shared = SHARED
-    if keeps_latents and any(name in LATENT for name in replaced):
-        shared += LATENT_SHARED
+    shared = list(SHARED)
+    owned = [field for name in kept for field in OWNED.get(name, ())]
+    for components, fields in SHARED_BY.items():
+        if any(name in components for name in kept):
+            owned += fields
+            if any(name in components for name in replaced):
+                shared += fields
     for field in shared:
         old, new = getattr(previous, field), getattr(manifest, field)
         if old != new:
@@ -59,9 +64,6 @@ def merged(
                 f"A component can only be replaced by one of the same {field}: the export has "
                 f"{old}. Received: {new}"
             )
-    owned = [field for name in kept for field in OWNED.get(name, ())]
-    if keeps_latents:
-        owned += LATENT_SHARED
     return dataclasses.replace(manifest, **{field: getattr(previous, field) for field in owned})
 
 

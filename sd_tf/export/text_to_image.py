@@ -21,6 +21,7 @@ from sd_tf.export.modules import (
 )
 from sd_tf.export.tokenizer import GraphTokenizer
 from sd_tf.models.lowering import Rewrites
+from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.request import time_ids_of
@@ -73,6 +74,7 @@ class TextToImageModule(tf.Module):
             "unconditional_guidance_scale": Spec(),
             "seed": seeds,
             "scheduler": Spec((), "string"),
+            **self._parts["diffusion_model"].places.inputs,
         }
         for prefix, is_compiled in (("", True), (PLAIN, False)):
             draw = self._drawing(shape, is_compiled)
@@ -99,8 +101,10 @@ class TextToImageModule(tf.Module):
                 return compiled(found.function, self._rewrites[part])
             return tf.function(found.function, autograph=False)
 
+        adapted = self._parts["text_encoder"].places.inputs
         with_default, with_negative = (
-            endpoint("text_encoder", name) for name in ("serving_default", "encode")
+            endpoint("text_encoder", name)
+            for name in (ADAPTED if adapted else "serving_default", "encode")
         )
         seeded, decode = (
             endpoint("diffusion_model", "seeded"),
@@ -113,11 +117,12 @@ class TextToImageModule(tf.Module):
             with tf.control_dependencies(checks):  # before anything else can fail
                 prompt, num_steps, scheduler = map(tf.identity, (prompt, num_steps, scheduler))
             tokens = self._tokens(tf.ensure_shape(prompt, (shape.batch_size,)))
+            adapters = {name: inputs[name] for name in adapted}
             if negative_prompt is None:
-                conditions = with_default(tokens=tokens)
+                conditions = with_default(tokens=tokens, **adapters)
             else:
                 negative = self._tokens(tf.ensure_shape(negative_prompt, (shape.batch_size,)))
-                conditions = with_negative(tokens=tokens, negative_tokens=negative)
+                conditions = with_negative(tokens=tokens, negative_tokens=negative, **adapters)
             run = {"num_steps": num_steps, "scheduler": scheduler, **inputs}
             latent = seeded(**conditions, **time_ids, **run)["latent"]
             return {"image_bytes": png_files(decode(latent=latent)["generated_images"])}
@@ -133,6 +138,7 @@ class TextToImageModule(tf.Module):
             "unconditional_guidance_scale": tf.constant(Call.guidance_scale, "float32"),
             "seed": tf.range(shape.batch_size),
             "scheduler": tf.constant(default.number),
+            **self._parts["diffusion_model"].places.none(),
         }
 
     def _number(self, scheduler):

@@ -53,7 +53,7 @@ def compile_pipeline(
         for name, component in parts.items():
             (folder / name).mkdir()
             signatures[name] = {}
-            for served, (endpoint, shape) in programs.called(name, geometry.shapes).items():
+            for served, (endpoint, shape) in programs.called(component, geometry.shapes).items():
                 code, signature = compile_endpoint(component, endpoint, mesh, shape)
                 path = folder / name / served
                 path.with_suffix(".xla").write_bytes(serialize_executable.serialize(code)[0])
@@ -61,6 +61,8 @@ def compile_pipeline(
                 signatures[name][served] = signature
                 if report is not None:
                     report(f"{name}.{served}", signature.report)
+            if component.places:
+                component.component.adaptable.write(folder / name)
             if checkpoint.readers:
                 weights = programs.host_weights(component, checkpoint)
                 save_safetensors(weights, folder / name / artifacts.WEIGHTS)

@@ -19,6 +19,7 @@ from sd_tf.components.geometry import Geometry
 from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
 from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
+from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.runner import CALLED
 from sd_tf.runtime.shapes import Shape, Shapes
@@ -49,11 +50,20 @@ class JaxComponent:
             return {}
         return {TABLES + field.name: getattr(packed, field.name) for field in fields(packed)}
 
+    @cached_property
+    def places(self) -> dict[str, keras.Variable]:
+        """The places for adapters, by name."""
+        return self.component.places.variables
+
+    @cached_property
+    def _variables(self) -> dict[str, keras.Variable]:
+        return {name: slot.variable for name, slot in self.slots.items()} | self.places
+
     @property
     def weights(self) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = {
-            name: jax.ShapeDtypeStruct(tuple(slot.variable.shape), slot.variable.dtype)
-            for name, slot in self.slots.items()
+            name: jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)
+            for name, variable in self._variables.items()
         }
         shapes |= {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.tables.items()}
         return shapes
@@ -65,7 +75,7 @@ class JaxComponent:
         """
 
         def function(weights, state, inputs):
-            given = [(slot.variable, weights[name]) for name, slot in self.slots.items()]
+            given = [(variable, weights[name]) for name, variable in self._variables.items()]
             tables = None
             if self.tables:
                 tables = Packed(**{f.name: weights[TABLES + f.name] for f in fields(Packed)})
@@ -110,12 +120,13 @@ class JaxComponent:
         return Program(function, state, inputs)
 
 
-def called(component: str, shapes: Shapes) -> dict[str, tuple[str, Shape]]:
+def called(component: JaxComponent, shapes: Shapes) -> dict[str, tuple[str, Shape]]:
     """Return the signatures that a runner calls: each one's endpoint and shape, by its name."""
     return {
         shapes.signature(endpoint, shape): (endpoint, shape)
         for shape in shapes.all
-        for endpoint in CALLED[component]
+        for endpoint in CALLED[component.component.name]
+        if endpoint != ADAPTED or component.places
     }
 
 
@@ -174,4 +185,8 @@ def readers(component: JaxComponent, checkpoint: Checkpoint) -> dict[str, Callab
         return slot.arranged(tensors[part][path].read()).astype(slot.variable.dtype)
 
     found = {name: partial(read, name, slot) for name, slot in component.slots.items()}
-    return found | {name: partial(np.asarray, x) for name, x in component.tables.items()}
+    found |= {name: partial(np.asarray, x) for name, x in component.tables.items()}
+    return found | {
+        name: partial(np.zeros, tuple(variable.shape), variable.dtype)
+        for name, variable in component.places.items()
+    }

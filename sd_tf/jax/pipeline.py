@@ -11,6 +11,8 @@ from sd_tf.config import family_of
 from sd_tf.jax import artifacts
 from sd_tf.jax.runner import JaxRunner
 from sd_tf.jax.sharding import DATA, check_mesh, make_mesh
+from sd_tf.runtime.adapter_places import DEFAULT_LAYERS, DEFAULT_RANK
+from sd_tf.runtime.adapters import layers_of
 from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.shapes import Size
@@ -40,6 +42,9 @@ class JaxPipeline(Chain):
         guidance: str = "classifier_free",
         guidance_rescale: float = 0.0,
         prompt_chunks: int = 1,
+        adapter_slots: int = 0,
+        adapter_rank: int = DEFAULT_RANK,
+        adapter_layers: str = DEFAULT_LAYERS,
         compile_cache: str | Path | None = None,
         **opening,
     ) -> "JaxPipeline":
@@ -52,6 +57,7 @@ class JaxPipeline(Chain):
             batch_size: pictures per call of the compiled code; None: one for each data shard.
             height, width, batch_sizes, sizes: as for an export.
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
+            adapter_slots, adapter_rank, adapter_layers: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema` of `open_checkpoint`.
         """
@@ -78,6 +84,9 @@ class JaxPipeline(Chain):
             guidance=guidance,
             guidance_rescale=guidance_rescale,
             prompt_chunks=prompt_chunks,
+            adapter_slots=adapter_slots,
+            adapter_rank=adapter_rank,
+            adapter_layers=adapter_layers,
         )
         geometry = geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, *geometry.shapes.batch_sizes)
@@ -86,7 +95,7 @@ class JaxPipeline(Chain):
         callable_programs = {
             name: {
                 served: component.program(endpoint, mesh, shape)
-                for served, (endpoint, shape) in programs.called(name, geometry.shapes).items()
+                for served, (endpoint, shape) in programs.called(component, geometry.shapes).items()
             }
             for name, component in components.items()
         }
@@ -111,7 +120,8 @@ class JaxPipeline(Chain):
         weights = programs.load_weights(components, checkpoint, mesh)
         tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
         stages = JaxRunner(manifest, callable_programs, weights)
-        return cls(manifest, [stages], tokenizers, time.perf_counter() - start)
+        layers = {name: one.component.adaptable for name, one in components.items() if one.places}
+        return cls(manifest, [stages], tokenizers, time.perf_counter() - start, layers)
 
     @classmethod
     def load(
@@ -152,7 +162,8 @@ class JaxPipeline(Chain):
                 f"{folder} was compiled from shapes alone and holds no weights: give checkpoint=..."
             )
         stages = JaxRunner(manifest, programs, weights)
-        return cls(manifest, [stages], tokenizers, time.perf_counter() - start)
+        layers = layers_of(folder, manifest)
+        return cls(manifest, [stages], tokenizers, time.perf_counter() - start, layers)
 
 
 def _weights_of_checkpoint(
@@ -177,6 +188,9 @@ def _weights_of_checkpoint(
         guidance=manifest.guidance,
         guidance_rescale=manifest.guidance_rescale,
         prompt_chunks=manifest.prompt_chunks,
+        adapter_slots=manifest.adapters.slots,
+        adapter_rank=manifest.adapters.rank or DEFAULT_RANK,
+        adapter_layers=manifest.adapters.layers,
     )
     components = ahead.components(checkpoint, fixed, mesh)
     for name, component in components.items():

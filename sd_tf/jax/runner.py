@@ -34,10 +34,17 @@ class JaxRunner(Runner):
         self,
         manifest: Manifest,
         programs: Mapping[str, Mapping[str, Program]],
-        weights: Mapping[str, Mapping[str, jax.Array]],
+        weights: Mapping[str, dict[str, jax.Array]],
     ):
         super().__init__(manifest, jit_compile=True)
         self._programs, self.weights = programs, weights
+
+    def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
+        weights = self.weights[component]
+        for matrix, values in rows.items():
+            whole = np.array(to_host(weights[matrix]))
+            whole[first : first + len(values)] = values
+            weights[matrix] = place(whole, weights[matrix].sharding)
 
     def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, jax.Array]:
         program = self._programs[component][self.signature(component, endpoint, shape)]

@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sd_tf.runtime.adapter_places import ADAPTER_SCALES
 from sd_tf.runtime.manifest import ExportError
 
 DATA, MODEL = "data", "model"
@@ -45,7 +46,7 @@ def check_mesh(mesh: Mesh, *batch_sizes: int) -> None:
 
 def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
     """Return where an input or output lies: its pictures are divided over the data axis."""
-    if rank == 0:
+    if rank == 0 or name == ADAPTER_SCALES:
         return NamedSharding(mesh, PartitionSpec())
     before = (None,) if name == "history" else ()
     return NamedSharding(mesh, PartitionSpec(*before, DATA))

@@ -7,7 +7,7 @@ the HTTP body, the columns of batch files, the PNG's metadata and the page's for
 import functools
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ MOST_CHARACTERS = 10_000  # of a prompt
 # How prompts are read. The second is also the name of the text encoder's endpoint that it needs.
 PLAIN, WEIGHTED = SYNTAXES = ("plain", "weighted")
 MOST_GUIDANCE = 1_000_000
+MOST_ADAPTED = 100  # times an adapter
 GRAY, WHITE = 128, 255
 SIDES = ("height", "width")
 
@@ -50,6 +51,10 @@ TARGET_SIZED = Condition(
     "checkpoints of the SDXL family, its refiner excepted", lambda manifest: manifest.time_ids == 6
 )
 WEIGHING = Condition("exports that take weights", lambda manifest: takes_weights(manifest))
+ADAPTED = Condition(
+    "exports with places for adapters (--adapter_slots)",
+    lambda manifest: manifest.adapters.slots > 0,
+)
 GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
 
 
@@ -161,6 +166,17 @@ class Call:
         default=PLAIN,
         choices=lambda manifest: SYNTAXES,
         shown_by=WEIGHING,
+    )
+    adapters: Mapping[str, float] | None = parameter(
+        Kind.MIXTURE,
+        "Adapters",
+        "how much of each adapter (LoRA) is added, by name",
+        least=-MOST_ADAPTED,
+        most=MOST_ADAPTED,
+        slider=(-1, 2, 0.05),
+        choices=lambda manifest: manifest.adapters.names,
+        taken_by=ADAPTED,
+        shown_by=Condition("exports with adapters", lambda manifest: bool(manifest.adapters.names)),
     )
     seed: int | Sequence[int] | None = parameter(
         Kind.SEED,

@@ -7,15 +7,26 @@ Runners decide where the models run: as SavedModels in this process (`pipeline`)
 import inspect
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from PIL import Image
 
+from sd_tf.adapters import Adapter
 from sd_tf.runtime import call as calls
+from sd_tf.runtime.adapter_places import AdapterPlaces
+from sd_tf.runtime.adapters import (
+    Layers,
+    SwitchLock,
+    opened,
+    rows_of,
+    with_adapter,
+    without_adapter,
+)
 from sd_tf.runtime.call import WEIGHTED, Call, blank_pictures, check_image_encoder
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
@@ -47,20 +58,30 @@ class Result:
 class Chain:
     """The components of an export as one function; see `__call__`."""
 
-    def __init__(self, manifest: Manifest, replicas: Sequence[Runner], tokenizers, load_seconds):
+    def __init__(
+        self,
+        manifest: Manifest,
+        replicas: Sequence[Runner],
+        tokenizers,
+        load_seconds,
+        layers: Mapping[str, Layers] = MappingProxyType({}),
+    ):
+        """Put the parts together; `layers` are those that adapters may change."""
         self.manifest = manifest
         self.load_seconds = load_seconds
         self._replicas = replicas
         self._tokenizers = tokenizers
+        self._layers, self._switch = layers, SwitchLock()
 
     def __call__(
         self, *values, callback: Callback | None = None, callback_every: int = 1, **parameters
     ) -> Result:
         start = time.perf_counter()
-        request = read_request(self.manifest, Call.of(*values, **parameters))
         if callback_every < 1:
             raise ValueError(f"callback_every is at least 1. Received: {callback_every}")
-        images, timings = self._make(request, Watch(callback, callback_every))
+        with self._switch.calling():
+            request = read_request(self.manifest, Call.of(*values, **parameters))
+            images, timings = self._make(request, Watch(callback, callback_every))
         timings["total"] = time.perf_counter() - start
         return Result(images, request.each, timings)
 
@@ -126,6 +147,34 @@ class Chain:
                 _, seconds = replica.run(request, chunk, tokens, Watch(None, 1))
                 _add(total, seconds)
         return {**total, "total": sum(total.values())}
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that a call may use."""
+        return self.manifest.adapters.names
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Put an adapter's file into a free place, or into its own place anew.
+
+        Calls that run end before; nothing is compiled.
+        """
+        places = with_adapter(self.manifest.adapters, name, Path(path))
+        self._change(places, places.loaded[name].slot, opened(path, self._layers, places))
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter's place."""
+        slot = self.manifest.adapters.loaded.get(name)
+        places = without_adapter(self.manifest.adapters, name)
+        self._change(places, slot.slot, None)
+
+    def _change(self, places: AdapterPlaces, slot: int, adapter: Adapter | None) -> None:
+        """Fill a slot of all replicas while no call runs."""
+        with self._switch.changing():
+            for component, layers in self._layers.items():
+                rows = rows_of(adapter, layers, places)
+                for replica in self._replicas:
+                    replica.put(component, rows, slot * places.rank)
+            self.manifest = replace(self.manifest, adapters=places)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures: a preview."""

@@ -12,11 +12,12 @@ from typing import Any
 
 from sd_tf.config import AUTOENCODER, LatentScale
 from sd_tf.errors import SdTfError
+from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
 from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 5  # 5: several sizes, batches, and chunks of a prompt
+FORMAT_VERSION = 6  # 6: places for adapters
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -136,6 +137,7 @@ class Manifest:
     shift_factor: float
     jit_compiled_text_encoder: bool
     prompt_chunks: int  # each of 75 tokens; texts are tokenized to 77 · prompt_chunks ids
+    adapters: AdapterPlaces
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -279,6 +281,12 @@ def _from_version_4(content: dict[str, Any]) -> None:
         "latent_channels": channels,
     }
     content["prompt_chunks"] = 1
+    _from_version_5(content)
+
+
+def _from_version_5(content: dict[str, Any]) -> None:
+    """Add that there are no places for adapters."""
+    content["adapters"] = dataclasses.asdict(NO_PLACES)
 
 
 def serves(component: str, part: str) -> bool:
@@ -290,7 +298,7 @@ def serves(component: str, part: str) -> bool:
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")
 
 
-UPGRADES = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4}
+UPGRADES = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4, 5: _from_version_5}
 
 LARGE = 1 << 26
 

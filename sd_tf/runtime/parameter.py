@@ -1,6 +1,6 @@
 """The description of one parameter of a call, and the checks that follow from it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
@@ -29,6 +29,20 @@ class Kind(StrEnum):
     PICTURE = "picture"
     MASK = "mask"
     ARRAY = "array"
+    MIXTURE = "mixture"  # a number for each of some names
+
+
+class Mixture(dict):
+    """Numbers by name, in the names' order; not to be changed, as batches are compared by it."""
+
+    def __init__(self, numbers: Mapping[str, float]):
+        super().__init__(sorted(numbers.items()))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}@{number:g}" for name, number in self.items())
 
 
 FILES = (Kind.PICTURE, Kind.MASK)
@@ -73,6 +87,7 @@ class Parameter:
     most: Bound = None  # of a number; of a text: characters
     # Least, most and step of the slider on the page; None: the bound.
     slider: tuple[float | None, float | None, float] | None = None
+    # The values that a choice takes, the names of a mixture.
     choices: Callable[[Manifest], Sequence[str]] | None = None
     otherwise: Callable[[Manifest], Any] | None = None  # the default where the export decides it
     each: bool = False  # one value for all pictures, or one for each
@@ -118,6 +133,12 @@ class Parameter:
             return f"one of {', '.join(known)}" if known else "a text"
         if self.kind is Kind.PAIR:
             return "two whole numbers from 0, such as 512x768"
+        if self.kind is Kind.MIXTURE:
+            numbers = f"a number from {least} to {most} for each name"
+            if manifest is None:
+                return numbers
+            known = self.choices(manifest)
+            return f"{numbers}, out of {', '.join(known) if known else 'none that are loaded'}"
         noun = "a whole number" if self.kind in WHOLES else "a number"
         rest = [] if most is None else [f"up to {most}"]
         if above is not None:
@@ -172,6 +193,12 @@ class Parameter:
             return manifest is None or value in self.choices(manifest)
         if self.kind is Kind.PAIR:
             return True
+        if self.kind is Kind.MIXTURE:
+            known = None if manifest is None else self.choices(manifest)
+            return all(
+                least <= number <= most and (known is None or name in known)
+                for name, number in value.items()
+            )
         size = len(value) if self.kind is Kind.TEXT else value
         return (
             -INFINITE < size < INFINITE
@@ -229,6 +256,15 @@ def _pair(value: Any) -> tuple[int, int] | None:
     return tuple(numbers) if is_pair else None
 
 
+def _mixture(value: Any) -> Mixture | None:
+    if not isinstance(value, Mapping):
+        return None
+    numbers = {_text(name): _number(number) for name, number in value.items()}
+    if None in numbers or None in numbers.values():
+        return None
+    return Mixture({name: float(number) for name, number in numbers.items()})
+
+
 READERS = {
     Kind.TEXT: _text,
     Kind.WHOLE: _whole,
@@ -236,6 +272,7 @@ READERS = {
     Kind.SEED: _whole,
     Kind.CHOICE: _text,
     Kind.PAIR: _pair,
+    Kind.MIXTURE: _mixture,
 }
 
 
@@ -254,9 +291,21 @@ def _parsed_pair(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+def _parsed_mixture(text: str) -> Mixture:
+    """Parse "style@0.8,detail@-0.5"; a name alone has the number 1."""
+    numbers = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.strip().partition("@")
+        if not name or name in numbers:
+            raise ValueError(text)
+        numbers[name] = float(number) if number else 1.0
+    return Mixture(numbers)
+
+
 PARSERS = {
     Kind.WHOLE: _parsed_whole,
     Kind.NUMBER: float,
     Kind.SEED: _parsed_whole,
     Kind.PAIR: _parsed_pair,
+    Kind.MIXTURE: _parsed_mixture,
 }

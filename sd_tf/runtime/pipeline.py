@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+from sd_tf.runtime.adapters import layers_of
 from sd_tf.runtime.call import needed_pictures
 from sd_tf.runtime.chain import NEEDED, Chain, Result, open_export
 from sd_tf.runtime.compile_cache import publish, set_compile_cache
@@ -56,7 +57,8 @@ class Pipeline(Chain):
         if not devices:
             raise ValueError("At least one device is needed. Received: none")
         replicas = [SavedModelRunner(folder, manifest, jit_compile, device) for device in devices]
-        return cls(manifest, replicas, tokenizers, time.perf_counter() - start)
+        layers = layers_of(folder, manifest)
+        return cls(manifest, replicas, tokenizers, time.perf_counter() - start, layers)
 
 
 class SavedModelRunner(Runner):
@@ -94,6 +96,9 @@ class SavedModelRunner(Runner):
             if name not in self.loaded:
                 self.loaded[name] = self._load(name)
         return self.loaded[name]
+
+    def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
+        self.component(component).put(rows, first)
 
     def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> dict[str, np.ndarray]:
         outputs = self.component(component).run(self.signature(component, endpoint, shape), inputs)

@@ -1,10 +1,11 @@
 """Check a call against an export, and complete it with an entry for each picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from sd_tf.runtime.adapter_places import ADAPTER_SCALES, AdapterPlaces
 from sd_tf.runtime.call import EDIT, Call, use_of_picture
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape, Size
@@ -24,6 +25,7 @@ class Request:
     start: int  # the first model call that is made
     time_ids: np.ndarray | None  # SDXL's size numbers
     negative_time_ids: np.ndarray | None
+    adapters: Mapping[str, np.ndarray]  # the models' further input; none without places
 
     @property
     def shared(self) -> Call:
@@ -59,7 +61,18 @@ def read_request(manifest: Manifest, call: Call) -> Request:
         start=start,
         time_ids=time_ids,
         negative_time_ids=negative_time_ids,
+        adapters=_scales(manifest.adapters, shared.adapters or {}),
     )
+
+
+def _scales(places: AdapterPlaces, adapters: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Return the scale of each slot for a call's adapters, as the models take it."""
+    if not places.slots:
+        return {}
+    scales = np.zeros(places.slots, "float32")
+    for name, scale in adapters.items():
+        scales[places.loaded[name].slot] = scale
+    return {ADAPTER_SCALES: scales}
 
 
 def time_ids_of(manifest: Manifest, call: Call) -> tuple[np.ndarray | None, np.ndarray | None]:

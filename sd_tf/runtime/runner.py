@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.call import EDIT, WEIGHTED, use_of_picture
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
@@ -16,9 +17,10 @@ from sd_tf.runtime.shapes import Shape
 
 PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
 # Component → the endpoints that a runner calls. JAX compiles these and no others, and Ray compiles
-# the loop's at the start; the remaining ones are for a server's clients.
+# the loop's at the start; the remaining ones are for a server's clients. Exports without places
+# for adapters have no `ADAPTED`.
 CALLED = {
-    "text_encoder": ("serving_default", "encode", WEIGHTED),
+    "text_encoder": ("serving_default", ADAPTED, "encode", WEIGHTED),
     "diffusion_model": ("noise", "begin", "begin_image", "segment"),
     "decoder": ("serving_default",),
     "image_encoder": ("serving_default",),
@@ -44,6 +46,13 @@ class Runner(ABC):
     def __init__(self, manifest: Manifest, jit_compile: bool):
         self.manifest = manifest
         self.jit_compile = jit_compile
+
+    def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
+        """Write rows of all matrices of a component's places for adapters, from `first` on."""
+        raise ExportError(
+            "The models run in a server, whose adapters lie in its export: put others there with "
+            "`sd-tf export-adapters`."
+        )
 
     @abstractmethod
     def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> Mapping[str, Any]:
@@ -82,9 +91,10 @@ class Runner(ABC):
     def run(self, request: Request, chunk: range, tokens: Mapping[str, np.ndarray], watch: Watch):
         """Make one batch; return its pictures (B, H, W, 3) and the seconds of each stage."""
         clock, shape = Clock(), request.shape(chunk)
-        endpoint = "encode" if "negative_tokens" in tokens else "serving_default"
+        endpoint = ADAPTED if request.adapters else "serving_default"
+        endpoint = "encode" if "negative_tokens" in tokens else endpoint
         endpoint = WEIGHTED if "token_weights" in tokens else endpoint
-        conditions = dict(self.call("text_encoder", endpoint, shape, **tokens))
+        conditions = dict(self.call("text_encoder", endpoint, shape, **tokens, **request.adapters))
         self.to_host(conditions["context"])  # waits until it is computed
         clock.stop("text_encoder")
         if request.time_ids is not None:
@@ -125,7 +135,7 @@ class Runner(ABC):
             "num_steps": np.int32(request.shared.num_steps),
         }
         state = self._begin(request, chunk, seeds, steps, image_latent)
-        inputs = {**conditions, **steps, **self._scales(request), "seed": seeds}
+        inputs = {**conditions, **steps, **self._scales(request), **request.adapters, "seed": seeds}
         calls = request.model_calls
         every = watch.every if watch.callback is not None else calls
         for start in range(request.start, calls, every):

@@ -47,7 +47,7 @@ class SavedModel:
                 ) from error
         # Copied, because each original would keep the whole graph in memory.
         self.signatures = {k: copy.deepcopy(v) for k, v in content.signature_def.items()}
-        self._callables = {}
+        self._callables, self._writer = {}, None
         del content
         give_back()
 
@@ -65,6 +65,24 @@ class SavedModel:
         if is_new:
             give_back()
         return dict(zip(outputs, found, strict=True))
+
+    def put(self, rows: Mapping[str, np.ndarray], first: int) -> None:
+        """Write rows of variables, from `first` on; always of the same variables."""
+        if self._writer is None:  # one for all: each callable keeps a copy of the graph
+            with self.graph.as_default():
+                start = tf.compat.v1.placeholder(tf.int32, ())
+                values = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in rows.values()]
+                writes = [
+                    tf.raw_ops.ResourceScatterUpdate(
+                        resource=self.graph.get_operation_by_name(name).outputs[0],
+                        indices=start + tf.range(value.shape[0]),
+                        updates=value,
+                    )
+                    for name, value in zip(rows, values, strict=True)
+                ]
+                write = tf.group(*writes)
+            self._writer = self._session.make_callable(write, [start, *values])
+        self._writer(first, *rows.values())
 
     def _callable(self, signature):
         tensor = self.graph.get_tensor_by_name

@@ -76,7 +76,7 @@ def _without_kernel(shape, axes):
 def slots(model: keras.layers.Layer) -> dict[str, Slot]:
     """Map the checkpoint's name of every variable of the model to its slot."""
     found = {}
-    for path, layer in _leaves(model, ""):
+    for path, layer in leaves(model):
         for attribute, name, axes in _layout(layer):
             variable = getattr(layer, attribute)
             if variable is not None:
@@ -92,7 +92,8 @@ def _layout(layer):
     return None
 
 
-def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
+def leaves(layer, path: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
+    """List the layers that hold variables, by the checkpoint's names."""
     if _layout(layer) is not None:
         yield path, layer
         return
@@ -106,7 +107,7 @@ def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
         )
         for child_name, child in children.items():
             if isinstance(child, keras.layers.Layer):
-                yield from _leaves(child, f"{path}.{child_name}" if path else child_name)
+                yield from leaves(child, f"{path}.{child_name}" if path else child_name)
 
 
 def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_tf.files import atomic, locks
-from sd_tf.runtime.parameter import Kind
+from sd_tf.runtime.parameter import Kind, Mixture
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.rows import ID, Failure, Unit, row_parameters
 
@@ -120,6 +120,11 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
     )
 
 
+def _cell(value: Any) -> Any:
+    """Return a parameter's value as a cell of a table has it."""
+    return str(value) if isinstance(value, Mixture) else value
+
+
 def _table(unit: Unit, pngs: list[bytes]) -> bytes:
     import pyarrow
     import pyarrow.parquet
@@ -131,10 +136,11 @@ def _table(unit: Unit, pngs: list[bytes]) -> bytes:
         Kind.SEED: pyarrow.int64(),
         Kind.NUMBER: pyarrow.float64(),
         Kind.PAIR: pyarrow.list_(pyarrow.int64(), 2),
+        Kind.MIXTURE: pyarrow.string(),
     }
     known = row_parameters()
     schema = {ID: pyarrow.string(), **{name: types[known[name].kind] for name in known}}
-    columns = {name: [getattr(row.call, name) for row in unit.rows] for name in known}
+    columns = {name: [_cell(getattr(row.call, name)) for row in unit.rows] for name in known}
     columns = {ID: [row.id for row in unit.rows], **columns, "png": pngs}
     schema = pyarrow.schema({**schema, "png": pyarrow.binary()}.items())
     table = pyarrow.table(columns, schema=schema)

@@ -37,7 +37,7 @@ DEFAULT_RETRIES = 5
 # Parameters that the model from prompts to files takes.
 WHOLE_TAKES = (
     *("prompt", "negative_prompt", "num_steps", "guidance_scale", "scheduler", "seed"),
-    *("height", "width"),
+    *("height", "width", "adapters"),
 )
 
 MEND = {
@@ -192,6 +192,7 @@ class ServerRunner(Runner):
             unconditional_guidance_scale=np.float32(shared.guidance_scale),
             seed=np.array(request.chunk("seed", chunk), "int32"),
             scheduler=np.array(shared.scheduler, object),
+            **request.adapters,
         )
         images = np.stack([np.asarray(open_picture(file)) for file in outputs["image_bytes"]])
         clock.stop(TEXT_TO_IMAGE)

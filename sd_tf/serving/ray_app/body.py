@@ -68,6 +68,7 @@ TYPES = {
     Kind.SEED: int,
     Kind.CHOICE: str,
     Kind.PAIR: list[int],
+    Kind.MIXTURE: dict[str, float],
     Kind.PICTURE: str,
     Kind.MASK: str,
 }

@@ -137,6 +137,7 @@ class Front:
                 "batch_sizes": shapes.batch_sizes,
                 "schedulers": most_steps,
                 "use_of_picture": use_of_picture(manifest),
+                "adapters": {name: one.file for name, one in manifest.adapters.loaded.items()},
                 "fields": form_fields(
                     manifest, settings.call_defaults(manifest), settings.max_count
                 ),

@@ -1,6 +1,7 @@
 // The form's fields, built from the server's description of a request.
 
 import { element } from "./dom.js";
+import * as mixture from "./mixture.js";
 
 const CONTROLS = {
   text: textArea,
@@ -9,6 +10,7 @@ const CONTROLS = {
   seed: seedInput,
   choice: select,
   size: sizeSelect,
+  mixture: (field) => mixture.control(field, common(field)),
   picture: fileInput,
   mask: fileInput,
 };
@@ -18,17 +20,20 @@ export const isFile = (field) => field.kind === "picture" || field.kind === "mas
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
 
-// Order: pictures and the fields that go with them, texts, small fields, and the seed last.
+// Order: pictures and the fields that go with them, texts, small fields, adapters, the seed last.
 export function build(fields) {
   const pictures = fields.filter(goesWithFile);
   const others = fields.filter((field) => !goesWithFile(field));
   const texts = others.filter((field) => field.kind === "text");
   const seeds = others.filter((field) => field.kind === "seed");
-  const small = others.filter((field) => !texts.includes(field) && !seeds.includes(field));
+  const mixtures = others.filter((field) => field.kind === "mixture");
+  const wide = [...texts, ...mixtures, ...seeds];
+  const small = others.filter((field) => !wide.includes(field));
   return [
     ...(pictures.length > 0 ? [pair([...pictures.map(fieldOf), chosenPicture()])] : []),
     ...texts.map(fieldOf),
     pair(small.map(fieldOf)),
+    ...mixtures.map(fieldOf),
     ...seeds.map(fieldOf),
   ];
 }
@@ -52,7 +57,7 @@ function fieldOf(field) {
 
 function hint({ kind, help, least, most }) {
   if (kind === "whole number") return most === null ? `from ${least}` : `${least} to ${most}`;
-  return kind === "number" || kind === "mask" ? help : "";
+  return ["number", "mask", "mixture"].includes(kind) ? help : "";
 }
 
 export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);

@@ -4,6 +4,7 @@
 import { byId, element } from "./dom.js";
 import { build, isFile, isNumber, sentence } from "./fields.js";
 import * as files from "./files.js";
+import * as mixture from "./mixture.js";
 
 const TICKS = ["random", "live"];
 // The prompt's label, by the use of a picture.
@@ -36,6 +37,7 @@ export function setUp(about) {
 const values = () => fields.filter((field) => !isFile(field));
 
 function listen() {
+  mixture.listen(); // before the form's own listener, which keeps what it writes
   byId("form").addEventListener("input", (event) => {
     clearErrors(event.target.name);
     keep();
@@ -133,6 +135,7 @@ function value(field) {
   const control = byId(field.name);
   if (control.disabled) return null; // a random seed
   if (isNumber(field)) return control.valueAsNumber;
+  if (field.kind === "mixture") return mixture.numbers(control.value);
   return control.value === "" && !field.required ? null : control.value;
 }
 
@@ -150,6 +153,11 @@ function problem(field, request) {
   }
   if (value === undefined) return null;
   if (isNumber(field)) return isRight(field, value) ? null : rule(field);
+  if (field.kind === "mixture") {
+    const { least, most } = field;
+    const isWithin = (number) => number >= least && number <= most;
+    return Object.values(value).every(isWithin) ? null : `Numbers from ${least} to ${most}.`;
+  }
   return field.required && value.trim() === "" ? `Say ${field.help}.` : null;
 }
 
@@ -216,12 +224,16 @@ export function described(parameters) {
     choice: (label, value) => value,
     size: (label, value) => value,
     seed: (label, value) => `${label}\u00a0${value}`,
+    mixture: (label, value) => mixture.text(value),
   };
   const isUsual = ({ kind, name, default: usual }) =>
     kind === "choice" && name !== "scheduler" && parameters[name] === usual;
   const shown = told.filter((field) => field.kind in short && !isUsual(field));
   return {
-    facts: told.map(({ name, label }) => [label, String(all[name])]),
+    facts: told.map(({ kind, name, label }) => [
+      label,
+      kind === "mixture" ? mixture.text(all[name]) : String(all[name]),
+    ]),
     line: shown
       .map(({ kind, label, name }) => short[kind](label.toLowerCase(), all[name]))
       .join(" · "),
@@ -235,7 +247,8 @@ export function useAgain(parameters) {
   const texts = values().filter(({ kind }) => kind === "text");
   const empty = Object.fromEntries(texts.map(({ name }) => [name, ""]));
   const size = `${parameters.height}x${parameters.width}`;
-  fill({ ...empty, ...parameters, size, count: 1 });
+  const adapters = mixture.text(parameters.adapters ?? {});
+  fill({ ...empty, ...parameters, size, adapters, count: 1 });
 }
 
 function fill(given) {
@@ -252,6 +265,7 @@ function fill(given) {
   for (const slider of document.querySelectorAll("[data-for]")) {
     slider.value = byId(slider.dataset.for).value;
   }
+  mixture.show();
   clearErrors();
   keep();
 }

@@ -1,6 +1,7 @@
 """Read a form (multipart/form-data) from memory, within limits."""
 
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +17,24 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 MOST_PARTS = 100
 LONGEST_VALUE = 1 << 16  # bytes of a field that is no file
 FILES = ("image", "mask")
-LIST = "[]"  # the end of the name of a field that is given several times, as lists are sent
+# The names of fields with several values: NAME[] for each value of a list, NAME[KEY] by key.
+MANY = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
 
 
 def read_form(body: bytes, content_type: str) -> dict[str, Any]:
-    """Return a form's fields by name: files as bytes, others as texts, those named NAME[] as lists.
+    """Return a form's fields by name: files as bytes, others as texts; lists and objects of them.
 
     Raises:
         RefusedError: the form is damaged, has too many parts, or a field twice.
     """
     values: dict[str, Any] = {}
     for given, content in _parts(body, content_type):
-        name = given.removesuffix(LIST)
+        name, key = match.groups() if (match := MANY.fullmatch(given)) else (given, None)
         value = content if name in FILES else _text(name, content)
-        if given != name and isinstance(values.setdefault(name, []), list):
+        if key == "" and isinstance(values.setdefault(name, []), list):
             values[name].append(value)
+        elif key and isinstance(values.setdefault(name, {}), dict) and key not in values[name]:
+            values[name][key] = value
         elif name in values:
             raise RefusedError(
                 422, f"{name[:100]} is given twice. A list is sent as NAME[], once for each value."
