@@ -11,9 +11,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
 from sd_tf.models import MODEL_CLASSES, deferred_variables
 from sd_tf.models.layers import Norm, PointwiseConv
-from sd_tf.weights.tensors import CheckpointError, StoredTensor, shortened
 
 # Layer kind → (its variable, the checkpoint's name, the axes from the stored layout to Keras').
 LAYOUTS = (
@@ -113,6 +114,22 @@ def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:
     """Build the model of a component's config, with variables that have no storage yet."""
     with deferred_variables():
         return MODEL_CLASSES[type(config)](config, dtype=dtype)
+
+
+def layers_of(config: PipelineConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the layers that adapters may change: the shapes of their weights, by component.
+
+    These are all linear and convolution layers but the autoencoder's, with the shapes as stored.
+    """
+    return {
+        component: {
+            name.removesuffix(".weight"): slot.shape
+            for name, slot in slots(abstract_model(part)).items()
+            if slot.axes is not None
+        }
+        for component, part in config.components.items()
+        if component != AUTOENCODER
+    }
 
 
 def problems(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]) -> list[str]:
