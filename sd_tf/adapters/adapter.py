@@ -197,6 +197,18 @@ def open_adapter(path: str | Path) -> AdapterFile:
     return AdapterFile(path, (file,), tensors, settings_in(metadata, str(file)))
 
 
+def recognize(path: str | Path) -> AdapterFile | None:
+    """Open an adapter's file or folder; return None if it is something else, or not there."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        is_known = any((path / name).is_file() for name in (PEFT_FILE, DIFFUSERS_FILE))
+        return open_adapter(path) if is_known else None
+    if path.suffix != ".safetensors" or not path.is_file():
+        return None
+    file = open_adapter(path)
+    return file if file.is_adapter else None
+
+
 def _file_in(path: Path) -> Path:
     if not path.is_dir():
         refuse_pickle(path)

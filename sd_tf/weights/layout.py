@@ -4,6 +4,7 @@ The models' attributes are named after the checkpoint, so a variable's path is i
 All that is needed beyond that is one rule for each kind of layer.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -122,13 +123,18 @@ def layers_of(config: PipelineConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     These are all linear and convolution layers but the autoencoder's, with the shapes as stored.
     """
     return {
-        component: {
-            name.removesuffix(".weight"): slot.shape
-            for name, slot in slots(abstract_model(part)).items()
-            if slot.axes is not None
-        }
+        component: _layers(part)
         for component, part in config.components.items()
         if component != AUTOENCODER
+    }
+
+
+@functools.cache
+def _layers(part) -> dict[str, tuple[int, ...]]:
+    return {
+        name.removesuffix(".weight"): slot.shape
+        for name, slot in slots(abstract_model(part)).items()
+        if slot.axes is not None
     }
 
 
