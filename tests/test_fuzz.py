@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from sd_tf.errors import SdTfError
+from sd_tf.files.tensors import open_safetensors
 from sd_tf.runtime.manifest import FILE_NAME, Manifest
 from sd_tf.runtime.png import METADATA, read_parameters
 from sd_tf.training.data import open_source
 from sd_tf.weights import open_checkpoint
-from sd_tf.weights.tensors import open_safetensors
 from tests.exports import micro_export, micro_folder
 from tests.fuzz import FEW, MANY, changed, damaged
 

@@ -20,16 +20,17 @@ ALLOWED = {
     "errors": set(),
     "config": set(),
     "files": set(),
+    "adapters": {"config", "files"},
     "tokenizer": {"config", "files"},
     "models": {"config"},
     "sampling": {"config"},
-    "weights": {"config", "files", "tokenizer", "models"},
+    "weights": {"adapters", "config", "files", "tokenizer", "models"},
     "checkpoints": {"config", "tokenizer", "models", "weights"},
-    "runtime": {"config", "files", "sampling", "tokenizer"},
+    "runtime": {"adapters", "config", "files", "sampling", "tokenizer"},
     "components": {"config", "runtime", "sampling", "models", "weights"},
     "export": {
-        *("checkpoints", "components", "config", "files", "models", "runtime", "sampling"),
-        *("tokenizer", "weights"),
+        *("adapters", "checkpoints", "components", "config", "files", "models", "runtime"),
+        *("sampling", "tokenizer", "weights"),
     },
     "jax": {
         *("components", "config", "files", "models", "runtime", "sampling", "tokenizer"),
@@ -45,8 +46,8 @@ ALLOWED = {
         *("serving", "training", "weights"),
     },
     "cli": {
-        *("bench", "checkpoints", "components", "config", "export", "files", "jax", "models"),
-        *("runtime", "sampling", "serving", "tokenizer", "training", "weights"),
+        *("adapters", "bench", "checkpoints", "components", "config", "export", "files", "jax"),
+        *("models", "runtime", "sampling", "serving", "tokenizer", "training", "weights"),
     },
 }
 
@@ -112,6 +113,7 @@ def test_nothing_imports_a_command():
     [
         ("sd_tf", "tensorflow", ("keras", "tensorflow", "numpy")),
         ("sd_tf.config", "tensorflow", ("keras", "tensorflow", "jax", "numpy")),
+        ("sd_tf.adapters", "tensorflow", ("keras", "tensorflow", "jax", "torch")),
         ("sd_tf.tokenizer.clip", "tensorflow", ("keras", "tensorflow", "jax")),
         ("sd_tf.tokenizer.tables", "tensorflow", ("keras", "tensorflow", "jax")),
         ("sd_tf.models", "jax", ("tensorflow", "torch")),

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from sd_tf.cli.main import main
 from sd_tf.config import ConfigError, family_of, has_named_sizes
+from sd_tf.files.tensors import open_safetensors
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights import CheckpointError, layout, open_checkpoint, save_folder
-from sd_tf.weights.tensors import open_safetensors
 from tests import peers
 
 VAE_FILE = "vae/diffusion_pytorch_model.safetensors"

@@ -104,6 +104,15 @@ def named_path(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def scaled_path(text: str) -> tuple[str, float]:
+    """Parse PATH@SCALE; without a number behind the last @, all of it is the path."""
+    path, _, scale = text.rpartition("@")
+    try:
+        return path, float(scale)
+    except ValueError:
+        return text, 1.0
+
+
 def token() -> str | None:
     """Return the key for a server, which is not given by a flag: other users see those."""
     return os.environ.get(TOKEN_VARIABLE)

@@ -19,6 +19,8 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     checkpoint = opened(options, options.checkpoint)
     print(f"{checkpoint.source}: {checkpoint.format}, {family_of(checkpoint.config)}", flush=True)
+    for adapter in checkpoint.adapters:
+        print(f"with {adapter.name} at {adapter.scale:g}", flush=True)
     manifest = export(
         checkpoint,
         options.output_dir,

@@ -19,7 +19,9 @@ COMMANDS = {
         "sd_tf.cli.benchmark", "time an export, and KerasCV's pipeline beside it", TENSORFLOW
     ),
     "generate": Command("sd_tf.cli.generate", "make pictures with an export", TENSORFLOW),
-    "weights": Command("sd_tf.cli.weights", "describe a checkpoint; tell whether it would load"),
+    "weights": Command(
+        "sd_tf.cli.weights", "describe a checkpoint or an adapter; tell whether it would load"
+    ),
     "checkpoints": Command(
         "sd_tf.cli.checkpoints", "write a random checkpoint of a real release's size"
     ),

@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from sd_tf.bench.plan import DEFAULT_PROMPT
-from sd_tf.cli.arguments import Switch, names, sizes, whole_numbers
+from sd_tf.cli.arguments import Switch, names, scaled_path, sizes, whole_numbers
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
@@ -38,6 +38,7 @@ class Option:
     kind: Callable[[str], Any] = str  # one of LISTS: values with commas between them
     choices: Sequence[str] | None = None
     spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
+    repeated: str | None = None  # it may be given several times; how the help shows a value
 
 
 WEIGHTS = (  # which of a source's weights to take
@@ -51,6 +52,14 @@ OPENING = (
         "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
     ),
     *WEIGHTS,
+    Option(
+        "lora",
+        (),
+        "An adapter file to merge into the weights, with its scale (1 if none is given); again for "
+        "each further one. See docs/adapters.md.",
+        scaled_path,
+        repeated="PATH@SCALE",
+    ),
 )
 
 SEVERAL = (
@@ -212,12 +221,16 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option]) ->
     for option in options:
         flag_names = [f"--{name}" for name in (option.spelling, option.name) if name is not None]
         kind = {"action": Switch} if option.kind is bool else {"type": option.kind}
+        default = option.default
         if option.kind in LISTS:
             kind = {"type": option.kind, "metavar": LISTS[option.kind]}
+        if option.repeated is not None:
+            kind |= {"metavar": option.repeated, "action": "append"}
+            default = list(default)  # a copy of which argparse appends to
         if option.choices is not None:
             kind = {"choices": option.choices}
         parser.add_argument(
-            *flag_names, dest=option.name, default=option.default, help=option.help, **kind
+            *flag_names, dest=option.name, default=default, help=option.help, **kind
         )
 
 
@@ -227,8 +240,12 @@ def define_flags(options: Sequence[Option], values: flags.FlagValues = flags.FLA
         given = option.name, option.default
         if option.choices is not None:
             flags.DEFINE_enum(*given, list(option.choices), option.help, values)
+        elif option.repeated is not None:
+            parser = ValueParser(option.kind, option.repeated)
+            flags.DEFINE_multi(parser, None, *given, option.help, values)
         elif option.kind in LISTS:
-            flags.DEFINE(ListParser(option.kind), *given, option.help, values)
+            parser = ValueParser(option.kind, f"{LISTS[option.kind]}, with commas between")
+            flags.DEFINE(parser, *given, option.help, values)
         else:
             define = {
                 str: flags.DEFINE_string,
@@ -248,12 +265,12 @@ def parsed_flags(
     return argparse.Namespace(**{option.name: values[option.name].value for option in options})
 
 
-class ListParser(flags.ArgumentParser):
-    """Parses an absl flag with one of LISTS."""
+class ValueParser(flags.ArgumentParser):
+    """Parses an absl flag with a function of `cli.arguments`."""
 
-    def __init__(self, kind: Callable[[str], tuple]):
+    def __init__(self, kind: Callable[[str], tuple], syntax: str):
         self.kind = kind
-        self.syntactic_help = f"{LISTS[kind]}, with commas between"
+        self.syntactic_help = syntax
 
     def parse(self, argument: str | tuple) -> tuple:
         if isinstance(argument, tuple):  # the default

@@ -1,9 +1,12 @@
-"""`sd-tf weights PATH_OR_ID`: describe a checkpoint, and tell what keeps it from loading."""
+"""`sd-tf weights PATH_OR_ID`: describe a checkpoint or an adapter, and tell whether it loads."""
 
 import argparse
 import sys
 
-from sd_tf.cli.options import OPENING, opened
+from sd_tf.adapters import AdapterError, recognize
+from sd_tf.cli.adapter_description import describe_adapter
+from sd_tf.cli.human_size import human_size
+from sd_tf.cli.options import OPENING, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of, has_named_sizes
 from sd_tf.errors import SdTfError
@@ -16,19 +19,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="PATH_OR_ID",
         help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
-        "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit",
+        "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit; "
+        "or an adapter, by its file or folder",
     )
     add_options(parser, OPENING)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Describe the checkpoint; return exit status 1 if it would not load."""
+    """Describe what the source is; return exit status 1 if it would not load."""
     try:
+        file = recognize(options.source)
+        if file is not None:
+            _check_no_options(options)
+            return describe_adapter(file)
         checkpoint = opened(options, options.source)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)
         return 1
     return describe(checkpoint)
+
+
+def _check_no_options(options: argparse.Namespace) -> None:
+    for name, value in chosen(options, OPENING).items():
+        if value:
+            raise AdapterError(
+                f"{options.source} is an adapter, and the option {name} is for a checkpoint."
+            )
 
 
 def describe(checkpoint: Checkpoint) -> int:
@@ -37,6 +53,8 @@ def describe(checkpoint: Checkpoint) -> int:
     print(f"source      {checkpoint.source}")
     print(f"format      {checkpoint.format}")
     print(f"family      {family_of(config)}{sizes}")
+    for adapter in checkpoint.adapters:
+        print(f"merged      {adapter.name} at {adapter.scale:g}")
     print(f"native size {config.default_size} px")
     print(f"prediction  {config.schedule.prediction}, sampler {config.schedule.sampler}")
     row = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
@@ -70,11 +88,3 @@ def describe(checkpoint: Checkpoint) -> int:
     if not problems:
         print("loads: every tensor has its place, every place its tensor")
     return 1 if problems else 0
-
-
-def human_size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

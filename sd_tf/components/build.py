@@ -26,8 +26,6 @@ from sd_tf.weights import Checkpoint, layout
 # The autoencoder's layers that each half computes with, by the start of their names.
 OF_DECODER, OF_ENCODER = ("decoder.", "post_quant_conv."), ("encoder.", "quant_conv.")
 
-WEIGHT, EMBEDDINGS = ".weight", ".embeddings."
-
 Build = Callable[[str, str], keras.layers.Layer]  # (the checkpoint's component, dtype) → its model
 
 
@@ -66,15 +64,13 @@ class Component:
     @property
     def adaptable(self) -> Layers:
         """The layers that an adapter may change, and whether they have places."""
-        found = {}
-        for part, model in self.models.items():
-            found[part] = {
-                path.removesuffix(WEIGHT): LayerRecord(
-                    slot.shape, (part, path.removesuffix(WEIGHT)) in self.places.by_layer
-                )
-                for path, slot in layout.slots(model).items()
-                if path.endswith(WEIGHT) and len(slot.shape) > 1 and EMBEDDINGS not in path
+        found = {
+            part: {
+                layer: LayerRecord(shape, (part, layer) in self.places.by_layer)
+                for layer, shape in layout.layer_shapes(model).items()
             }
+            for part, model in self.models.items()
+        }
         return Layers(found)
 
 

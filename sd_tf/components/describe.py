@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from sd_tf.components import COMPONENTS
@@ -64,19 +65,28 @@ def origins(
 ) -> dict[str, dict[str, Any]]:
     """Return what the record of each component says about the checkpoint of its weights.
 
+    Adapters are listed where they were merged into the component's weights.
+
     Args:
         hashed: give the SHA-256 of the weights' files, which reads all of them.
     """
     hash_once = functools.cache(file_hash)  # a single file holds every part
-    return {
-        name: {
+
+    def hashes(files: Iterable[Path]) -> dict[str, str]:
+        return {path.name: hash_once(path) for path in files} if hashed else {}
+
+    def origin(name: str) -> dict[str, Any]:
+        parts = [part for part in checkpoint.readers if serves(name, part)]
+        merged = [
+            {"name": adapter.name, "scale": adapter.scale, "sha256": hashes(adapter.files)}
+            for adapter in checkpoint.adapters
+            if set(adapter.components) & set(parts)
+        ]
+        return {
             "name": checkpoint.name,
             "format": checkpoint.format,
-            "sha256": {
-                part: {path.name: hash_once(path) for path in checkpoint.files(part)}
-                for part in checkpoint.readers
-                if hashed and serves(name, part)
-            },
+            "sha256": {part: hashes(checkpoint.files(part)) for part in parts if hashed},
+            **({"adapters": merged} if merged else {}),
         }
-        for name in names
-    }
+
+    return {name: origin(name) for name in names}

@@ -52,12 +52,11 @@ def write_adapters(
     layers = layers_of(target, manifest)
     places, changed = manifest.adapters, {}
     for name in removed:
-        slot = places.loaded[name].slot if name in places.loaded else None
-        places = without_adapter(places, name)
-        changed[slot] = None
+        before, places = places, without_adapter(places, name)
+        changed[before.loaded[name].slot] = None
     for name, path in adapters.items():
         adapter = opened(path, layers, places)
-        places = with_adapter(places, name, Path(path))
+        places = with_adapter(places, name, adapter)
         changed[places.loaded[name].slot] = adapter
     with staging(target, True, FILE_NAME, ExportError) as folder:
         shutil.copytree(target, folder, copy_function=link, dirs_exist_ok=True)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from sd_tf.components.describe import manifest_of, origins
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.files.publish import staging
+from sd_tf.files.tensors import save_safetensors
 from sd_tf.jax import artifacts
 from sd_tf.jax import components as programs
 from sd_tf.jax.chips import compile_lowered
@@ -25,7 +26,6 @@ from sd_tf.runtime.manifest import (
 )
 from sd_tf.runtime.shapes import Shape
 from sd_tf.weights import Checkpoint
-from sd_tf.weights.tensors import save_safetensors
 
 Report = Callable[[str, dict], None]  # ("component.endpoint", its figures)
 

@@ -80,7 +80,7 @@ def _check_places(adapter: Adapter, records, places: AdapterPlaces) -> None:
     ]
     if without:
         raise AdapterError(
-            f"{adapter.path} changes {len(without)} layers that have no place, such as "
+            f"{adapter.name} changes {len(without)} layers that have no place, such as "
             f"{without[0]}; the places are for layers of the kind {places.layers!r}. Export with "
             f"--adapter_layers=all, or merge it with --lora."
         )
@@ -88,15 +88,15 @@ def _check_places(adapter: Adapter, records, places: AdapterPlaces) -> None:
 
 def _check_kinds(adapter: Adapter, places: AdapterPlaces) -> None:
     for (part, layer), change in adapter.changes.items():
-        where = f"{adapter.path}: the change of {part}.{layer}"
+        where = f"{adapter.name}: the change of {part}.{layer}"
         if change.rank is None:
             raise AdapterError(f"{where} has no factors of low rank. Merge it with --lora.")
-        if change.bias is not None:
+        if change.has_bias:
             raise AdapterError(f"{where} also changes the bias. Merge it with --lora.")
     highest = max(change.rank for change in adapter.changes.values())
     if highest > places.rank:
         raise AdapterError(
-            f"{adapter.path} has the rank {highest}, the export's places have {places.rank}. "
+            f"{adapter.name} has the rank {highest}, the export's places have {places.rank}. "
             f"Export with --adapter_rank={highest}, or merge it with --lora."
         )
 
@@ -131,7 +131,7 @@ def _factors(change: Change | None, shape: tuple[int, ...], rank: int):
     return down, up
 
 
-def with_adapter(places: AdapterPlaces, name: str, path: Path) -> AdapterPlaces:
+def with_adapter(places: AdapterPlaces, name: str, adapter: Adapter) -> AdapterPlaces:
     """Return the places with an adapter in its own slot, or else in the first free one."""
     if not name or set(name) & set(FORBIDDEN):
         raise AdapterError(
@@ -149,7 +149,8 @@ def with_adapter(places: AdapterPlaces, name: str, path: Path) -> AdapterPlaces:
             f"have taken: unload one, or export with --adapter_slots={places.slots + 1}. Received: "
             f"{name!r}"
         )
-    record = LoadedAdapter(slot, path.name, file_hash(path))
+    file = adapter.files[0]
+    record = LoadedAdapter(slot, file.name, file_hash(file))
     return replace(places, loaded={**places.loaded, name: record})
 
 

@@ -158,14 +158,15 @@ class Chain:
 
         Calls that run end before; nothing is compiled.
         """
-        places = with_adapter(self.manifest.adapters, name, Path(path))
-        self._change(places, places.loaded[name].slot, opened(path, self._layers, places))
+        adapter = opened(path, self._layers, self.manifest.adapters)
+        places = with_adapter(self.manifest.adapters, name, adapter)
+        self._change(places, places.loaded[name].slot, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter's place."""
-        slot = self.manifest.adapters.loaded.get(name)
-        places = without_adapter(self.manifest.adapters, name)
-        self._change(places, slot.slot, None)
+        before = self.manifest.adapters
+        after = without_adapter(before, name)
+        self._change(after, before.loaded[name].slot, None)
 
     def _change(self, places: AdapterPlaces, slot: int, adapter: Adapter | None) -> None:
         """Fill a slot of all replicas while no call runs."""

@@ -22,7 +22,10 @@ DIGITS = 16  # of a digest
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Record:
-    """Record a checkpoint's weights by component, and its configuration without the sampler."""
+    """Record a checkpoint's weights by component, and its configuration without the sampler.
+
+    Merged adapters are recorded by the digests of their files, each with its scale.
+    """
     config = dataclasses.asdict(checkpoint.config)
     del config["schedule"]["sampler"]  # for drawing only
     files = {name: checkpoint.files(name) for name in checkpoint.config.components}
@@ -30,7 +33,14 @@ def of_checkpoint(checkpoint: Checkpoint) -> Record:
     weights = {  # KerasCV names no files
         name: [hashes[file] for file in found] or checkpoint.source for name, found in files.items()
     }
-    return {"weights": weights, "config": config}
+    adapters = {
+        f"{number} {adapter.name}": [
+            *(file_hash(file)[:DIGITS] for file in adapter.files),
+            adapter.scale,
+        ]
+        for number, adapter in enumerate(checkpoint.adapters, start=1)
+    }
+    return {"weights": weights, "config": config, **({"lora": adapters} if adapters else {})}
 
 
 def of_files(files: Sequence[Path], root: Path) -> Record:

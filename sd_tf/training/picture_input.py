@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from sd_tf.config import family_of
+from sd_tf.files.tensors import StoredTensor
 from sd_tf.training.settings import TrainingError
 from sd_tf.weights import Checkpoint
-from sd_tf.weights.tensors import StoredTensor
 
 KERNEL = "conv_in.weight"  # in the checkpoint's layout (out, in, 3, 3)
 

@@ -1,8 +1,16 @@
 """Read checkpoints of every supported format, strictly and one tensor at a time."""
 
+from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import save_folder
+from sd_tf.weights.layout import layers_of
 from sd_tf.weights.open import open_checkpoint
-from sd_tf.weights.tensors import CheckpointError, StoredTensor
 
-__all__ = ["Checkpoint", "CheckpointError", "StoredTensor", "open_checkpoint", "save_folder"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "StoredTensor",
+    "layers_of",
+    "open_checkpoint",
+    "save_folder",
+]

@@ -7,11 +7,21 @@ from pathlib import Path
 import keras
 
 from sd_tf.config import PipelineConfig
+from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import layout
-from sd_tf.weights.tensors import CheckpointError, StoredTensor
 
 TensorReader = Callable[[], dict[str, StoredTensor]]
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """An adapter that was merged into a checkpoint's weights."""
+
+    name: str
+    scale: float
+    files: tuple[Path, ...]
+    components: tuple[str, ...]  # whose weights it changed
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Checkpoint:
     readers: dict[str, TensorReader]  # component → its tensors
     tokenizer_readers: dict[str, Callable[[], ClipTokenizer]] = field(default_factory=dict)
     paths: dict[str, list[Path]] | None = None  # component → its files; None: tensors name them
+    adapters: tuple[MergedAdapter, ...] = ()
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
         if component not in self.readers:

@@ -13,12 +13,7 @@ import keras
 from sd_tf.config import PipelineConfig, latent_inputs_of
 from sd_tf.errors import SdTfError
 from sd_tf.files.objects import read_object
-from sd_tf.tokenizer.clip import ClipTokenizer
-from sd_tf.weights import diffusers_config as json_config
-from sd_tf.weights import layout
-from sd_tf.weights.checkpoint import Checkpoint
-from sd_tf.weights.diffusers_schedule import read_schedule, write_schedule
-from sd_tf.weights.tensors import (
+from sd_tf.files.tensors import (
     PICKLES,
     CheckpointError,
     StoredTensor,
@@ -28,6 +23,11 @@ from sd_tf.weights.tensors import (
     save_safetensors,
     shortened,
 )
+from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.weights import diffusers_config as json_config
+from sd_tf.weights import layout
+from sd_tf.weights.checkpoint import Checkpoint
+from sd_tf.weights.diffusers_schedule import read_schedule, write_schedule
 
 MODEL_INDEX = "model_index.json"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")  # in the order of concatenation

@@ -11,6 +11,7 @@ from huggingface_hub.errors import (
 )
 
 from sd_tf.files.objects import read_object
+from sd_tf.files.tensors import CheckpointError
 from sd_tf.weights.diffusers import (
     MODEL_INDEX,
     WEIGHTS_STEM,
@@ -18,7 +19,6 @@ from sd_tf.weights.diffusers import (
     components_of,
     read_index,
 )
-from sd_tf.weights.tensors import CheckpointError
 
 SMALL_FILES = (".json", ".txt")
 

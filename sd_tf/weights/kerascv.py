@@ -19,9 +19,9 @@ from keras_cv.src.models.stable_diffusion.resnet_block import ResnetBlock
 from keras_cv.src.models.stable_diffusion.text_encoder import CLIPEmbedding, CLIPEncoderLayer
 
 from sd_tf.config import FAMILIES, PipelineConfig, with_kerascv_numerics
+from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.open import KERASCV
-from sd_tf.weights.tensors import CheckpointError, StoredTensor
 
 kcv = keras_cv.models.stable_diffusion
 kcv_v2 = kcv_unet.DiffusionModelV2

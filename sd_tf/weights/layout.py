@@ -4,6 +4,7 @@ The models' attributes are named after the checkpoint, so a variable's path is i
 All that is needed beyond that is one rule for each kind of layer.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,9 +12,10 @@ import keras
 import numpy as np
 from keras import ops
 
+from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
 from sd_tf.models import MODEL_CLASSES, deferred_variables
 from sd_tf.models.layers import Norm, PointwiseConv
-from sd_tf.weights.tensors import CheckpointError, StoredTensor, shortened
 
 # Layer kind → (its variable, the checkpoint's name, the axes from the stored layout to Keras').
 LAYOUTS = (
@@ -114,6 +116,32 @@ def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:
     """Build the model of a component's config, with variables that have no storage yet."""
     with deferred_variables():
         return MODEL_CLASSES[type(config)](config, dtype=dtype)
+
+
+def layers_of(config: PipelineConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the layers that adapters may change: the shapes of their weights, by component.
+
+    These are all linear and convolution layers but the autoencoder's, with the shapes as stored.
+    """
+    return {
+        component: _layers(part)
+        for component, part in config.components.items()
+        if component != AUTOENCODER
+    }
+
+
+@functools.cache
+def _layers(part) -> dict[str, tuple[int, ...]]:
+    return layer_shapes(abstract_model(part))
+
+
+def layer_shapes(model: keras.layers.Layer) -> dict[str, tuple[int, ...]]:
+    """Return the model's linear and convolution layers: the shapes of their stored weights."""
+    return {
+        name.removesuffix(".weight"): slot.shape
+        for name, slot in slots(model).items()
+        if slot.axes is not None
+    }
 
 
 def problems(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]) -> list[str]:

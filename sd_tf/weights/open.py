@@ -1,14 +1,16 @@
 """Open a checkpoint of any format: find out what the source is, and choose its reader."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from sd_tf.config import FAMILIES, SAMPLERS
+from sd_tf.files.tensors import CheckpointError, refuse_pickle
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import MODEL_INDEX, open_folder
+from sd_tf.weights.merge import merge_files
 from sd_tf.weights.single_file import open_file
-from sd_tf.weights.tensors import CheckpointError, refuse_pickle
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # no . or .. as a part: those are paths
 KERASCV = "kerascv:"
@@ -28,6 +30,7 @@ def open_checkpoint(
     variant: str | None = None,
     revision: str | None = None,
     ema: bool = False,
+    lora: Sequence[tuple[str | Path, float]] = (),
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
 
@@ -39,7 +42,13 @@ def open_checkpoint(
         variant: the set of weights in a folder or on the Hub: `fp16`, `non_ema`.
         revision: the branch, tag or commit on the Hub.
         ema: load a single file's averaged UNet weights.
+        lora: adapter files, each with its scale, to merge into the weights: see `weights.merge`.
     """
+    checkpoint = _open(source, family, scheduler, variant, revision, ema)
+    return merge_files(checkpoint, lora)
+
+
+def _open(source, family, scheduler, variant, revision, ema) -> Checkpoint:
     for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
         if value is not None and value not in known:
             raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")

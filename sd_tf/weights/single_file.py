@@ -16,6 +16,7 @@ from sd_tf.config import (
     UNetConfig,
     latent_inputs_of,
 )
+from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import canonical_name
 from sd_tf.weights.single_file_names import (
@@ -31,7 +32,6 @@ from sd_tf.weights.single_file_names import (
     under,
     unet_modules,
 )
-from sd_tf.weights.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
 
 EMA = "model_ema."
 CHANNELS_PER_HEAD = 64

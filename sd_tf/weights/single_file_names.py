@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sd_tf.config import PipelineConfig, TextEncoderConfig
+from sd_tf.config.original_names import RESNET, UNET_ENDS
+from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
 from sd_tf.weights.diffusers import canonical_name
-from sd_tf.weights.tensors import CheckpointError, StoredTensor, shortened
 
 Tensors = Mapping[str, StoredTensor]
 
@@ -22,24 +23,6 @@ BUFFERS = re.compile(
 )
 TEXT_BUFFERS = re.compile(r"(.*\.)?position_ids$|logit_scale$|attn_mask$|.*\.attn_mask$")
 
-RESNET = {
-    "in_layers.0": "norm1",
-    "in_layers.2": "conv1",
-    "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2",
-    "out_layers.3": "conv2",
-    "skip_connection": "conv_shortcut",
-}
-UNET_ENDS = {
-    "time_embed.0": "time_embedding.linear_1",
-    "time_embed.2": "time_embedding.linear_2",
-    "time_embed.cond_proj": "time_embedding.cond_proj",
-    "label_emb.0.0": "add_embedding.linear_1",
-    "label_emb.0.2": "add_embedding.linear_2",
-    "input_blocks.0.0": "conv_in",
-    "out.0": "conv_norm_out",
-    "out.2": "conv_out",
-}
 OPENCLIP_LAYER = {
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",

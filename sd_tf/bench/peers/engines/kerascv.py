@@ -11,8 +11,8 @@ from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
 from sd_tf.bench.plan import BenchError
+from sd_tf.files.tensors import shortened
 from sd_tf.weights import Checkpoint, StoredTensor, kerascv, open_checkpoint
-from sd_tf.weights.tensors import shortened
 
 kcv = keras_cv.models.stable_diffusion
 

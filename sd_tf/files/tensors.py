@@ -81,20 +81,7 @@ def refuse_pickle(path: Path) -> None:
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """List the tensors of one file by name, after the library has checked header and length."""
-    if not path.is_file():
-        raise CheckpointError(f"No such file: {path}")
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        reason = "truncated" if "incomplete" in str(error) or path.stat().st_size < 8 else "corrupt"
-        raise CheckpointError(
-            f"{path} is {reason}: {error}. Its size is {path.stat().st_size} bytes; download it "
-            f"again."
-        ) from error
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+    length, header = _header(path)
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
@@ -108,6 +95,29 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         read = partial(_read, path, dtype, shape, offset)
         tensors[name] = StoredTensor(shape, dtype.name, read, path)
     return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that a file's writer put beside its tensors, by name."""
+    return _header(path)[1].get("__metadata__", {})
+
+
+def _header(path: Path) -> tuple[int, dict]:
+    """Return a file's header and its length in bytes, once the library has checked the file."""
+    if not path.is_file():
+        raise CheckpointError(f"No such file: {path}")
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        reason = "truncated" if "incomplete" in str(error) or path.stat().st_size < 8 else "corrupt"
+        raise CheckpointError(
+            f"{path} is {reason}: {error}. Its size is {path.stat().st_size} bytes; download it "
+            f"again."
+        ) from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return length, json.loads(file.read(length))
 
 
 def _read(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:

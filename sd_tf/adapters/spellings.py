@@ -1,0 +1,104 @@
+"""The names under which files keep a model's layers.
+
+Names are never taken apart: where dots became underscores, `input_blocks_1` begins many names.
+Every layer of the model is listed under each of its spellings, and a file's names are looked up.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from sd_tf.adapters.errors import AdapterError
+from sd_tf.config.original_names import original_names
+
+Layers = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Component → its modules by diffusers' names → the shape of each one's weight, as PyTorch has it.
+
+The component is "unet", "text_encoder" or "text_encoder_2"; a module is, for example,
+"down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q".
+"""
+
+KOHYA = {  # component → the prefix of its layers
+    "unet": "lora_unet_",
+    "text_encoder": "lora_te_",
+    "text_encoder_2": "lora_te2_",
+}
+KOHYA_FIRST_OF_TWO = "lora_te1_"
+PEFT_PREFIX = "base_model.model."
+TEXT_PREFIX = "text_model."  # transformers 5 leaves it out
+# The ends of modules' names, and what diffusers' attention processors called these layers.
+PROCESSORS = {
+    "unet": {
+        **{f".{name}": f".processor.{name}" for name in ("to_q", "to_k", "to_v")},
+        ".to_out.0": ".processor.to_out",
+    },
+    "text": {
+        **{f".self_attn.{name}_proj": f".self_attn.to_{name}" for name in "qkv"},
+        ".self_attn.out_proj": ".self_attn.to_out",
+    },
+}
+
+
+class Place(NamedTuple):
+    """A layer, and the convention that spells it so."""
+
+    component: str
+    module: str
+    convention: str
+
+
+def spellings(layers: Layers, is_peft: bool = False) -> dict[str, Place]:
+    """Return the layers by each of their spellings.
+
+    Args:
+        is_peft: PEFT's own names, which leave the component open; `layers` has only one, then.
+    """
+    found = {}
+
+    def add(spelled: str, place: Place) -> None:
+        other = found.setdefault(spelled, place)
+        if other[:2] != place[:2]:
+            raise AdapterError(f"{spelled} could be {other[:2]} or {place[:2]} of this model.")
+
+    if is_peft:
+        for component, modules in layers.items():
+            for module in modules:
+                for name in module_names(module):
+                    add(PEFT_PREFIX + name, Place(component, module, "PEFT"))
+        return found
+    for component, modules in layers.items():
+        is_unet = component == "unet"
+        originals = original_names(modules) if is_unet else {}
+        prefix = KOHYA.get(component)
+        if component == "text_encoder" and "text_encoder_2" in layers:
+            prefix = KOHYA_FIRST_OF_TWO
+        for module in modules:
+            for name, convention in _dotted(component, module):
+                add(name, Place(component, module, convention))
+            for name, convention in (
+                (module, "kohya"),
+                (originals.get(module), "kohya, the UNet by its original names"),
+            ):
+                if prefix is not None and name is not None:
+                    add(prefix + name.replace(".", "_"), Place(component, module, convention))
+    return found
+
+
+def module_names(module: str) -> tuple[str, ...]:
+    """Return a module's name, and that without the prefix that some releases leave out."""
+    short = module.removeprefix(TEXT_PREFIX)
+    return (module,) if short == module else (module, short)
+
+
+def _dotted(component: str, module: str) -> Iterator[tuple[str, str]]:
+    is_unet = component == "unet"
+    ends = PROCESSORS["unet" if is_unet else "text"]
+    for name in module_names(module):
+        yield f"{component}.{name}", "diffusers"
+        if is_unet:
+            yield name, "diffusers without a component's name"
+        for end, processor in ends.items():
+            if name.endswith(end):
+                old = name.removesuffix(end) + processor
+                yield f"{component}.{old}", "diffusers' attention processors"
+                if is_unet:
+                    yield old, "diffusers' attention processors"
