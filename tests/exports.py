@@ -107,6 +107,23 @@ def micro_export(folder):
 
 
 @once
+def adapted_export(folder):
+    """Like `micro_export`, with places for two adapters in all layers; with text_to_image."""
+    options = ExportOptions(
+        batch_size=2,
+        height=16,
+        width=16,
+        max_steps=2,
+        adapter_slots=2,
+        adapter_rank=4,
+        adapter_layers="all",
+        text_to_image=True,
+        verify="off",
+    )
+    export(open_checkpoint(micro_folder()), folder, options)
+
+
+@once
 def shaped_export(folder):
     """16x16 and 16x24 px in batches of 2 and 1, up to 2 steps, verified; with text_to_image."""
     options = ExportOptions(

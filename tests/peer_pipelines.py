@@ -101,7 +101,9 @@ def check_text_to_image(pair, sampler, theirs=None, ours=None, **common):
     ours = {"noise": noise, "num_steps": STEPS, "scheduler": sampler, **(ours or {})}
     reference = pair.peer(sampler, prompt=PROMPTS, **theirs, **common)
     assert psnr(*reference) < 40, "the prompt hardly matters"
-    check_pictures(pair.ours(PROMPTS, **ours, **common).images, reference)
+    pictures = pair.ours(PROMPTS, **ours, **common).images
+    check_pictures(pictures, reference)
+    return pictures
 
 
 def pin_noise(monkeypatch, pipeline, noise):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sd_tf.runtime.adapter_places import NO_PLACES
 from sd_tf.runtime.call import Call, blank_pictures, use_of_picture
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, SchedulerRecord
@@ -37,6 +38,7 @@ def manifest(**changes) -> Manifest:
         "guidance": "classifier_free",
         "latent_inputs": "none",
         "time_ids": 0,
+        "adapters": NO_PLACES,
         "components": dict.fromkeys(names, record),
     }
     others = {field.name: None for field in dataclasses.fields(Manifest)}

@@ -17,6 +17,7 @@ from PIL import Image
 
 from sd_tf.sampling.noise import INITIAL, normal
 from tests import peers
+from tests.peer_adapters import ATTENTION, EVERYWHERE, save_lora
 from tests.peer_pipelines import (
     DETERMINISTIC,
     FLOOR,
@@ -35,10 +36,11 @@ from tests.peer_pipelines import (
 pytestmark = pytest.mark.backend
 
 # One export each. 72×88 is a multiple of 8 and not of 16: every level has odd sizes.
+PLACES = {"adapter_slots": 2, "adapter_rank": 4, "adapter_layers": "all"}
 FAMILIES = {
-    "sd1": {"height": 72, "width": 88},
-    "sd2-v": {"height": 64, "width": 96, "guidance_rescale": 0.7},
-    "sdxl-base": {"height": 64, "width": 64},
+    "sd1": {"height": 72, "width": 88, **PLACES},
+    "sd2-v": {"height": 64, "width": 96, "guidance_rescale": 0.7, **PLACES},
+    "sdxl-base": {"height": 64, "width": 64, **PLACES},
     "sdxl-refiner": {"height": 64, "width": 64},
     "inpaint": {"height": 64, "width": 64},
     "instruct-pix2pix": {"height": 64, "width": 64},
@@ -83,6 +85,45 @@ def of(*families):
     if keras.backend.backend() == "jax":
         families = [name for name in families if name not in ("sd1", "sd2-v")] or families
     return pytest.mark.parametrize("pair", families, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(pair, tmp_path_factory):
+    """name → a random LoRA's file, saved by diffusers and in both pipelines; of different ranks."""
+    kinds = {
+        "attention": {"targets": ATTENTION, "r": 3, "lora_alpha": 3},
+        "all": {"targets": EVERYWHERE, "r": 4, "lora_alpha": 2},
+    }
+    files = {}
+    for seed, (name, kind) in enumerate(kinds.items()):
+        files[name] = save_lora(pair.theirs, tmp_path_factory.mktemp(name), seed, **kind)
+    for name, file in files.items():
+        pair.theirs.load_lora_weights(file.parent, adapter_name=name)
+        pair.ours.load_adapter(name, file)
+    yield files
+    pair.theirs.unload_lora_weights()
+    for name in files:
+        pair.ours.unload_adapter(name)
+
+
+@pytest.mark.parametrize(
+    ("scales", "negative"),
+    [
+        ({"attention": 0.8}, {}),
+        ({"all": -0.6}, {"negative_prompt": [NEGATIVE, "green"]}),
+        ({"attention": 0.5, "all": 0.7}, {}),
+    ],
+    ids=["one", "negative", "two"],
+)
+@of("sd1", "sd2-v", "sdxl-base")
+def test_adapters_are_switched(pair, adapters, scales, negative):
+    pair.theirs.set_adapters(list(scales), list(scales.values()))
+    without = pair.ours(
+        PROMPTS, noise=pair.noise(2), num_steps=STEPS, scheduler="ddim", **negative
+    ).images
+    theirs = {"guidance_rescale": pair.ours.manifest.guidance_rescale}
+    adapted = check_text_to_image(pair, "ddim", theirs, {"adapters": scales}, **negative)
+    assert psnr(adapted, without) < 35, "the adapters hardly matter"
 
 
 @pytest.mark.parametrize("negative", [None, [NEGATIVE, "green"]], ids=["absent", "negative"])

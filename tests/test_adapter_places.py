@@ -1,0 +1,332 @@
+"""Places for adapters: what they hold, what they refuse, and that nothing compiles anew."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from safetensors.numpy import load_file, save_file
+
+from sd_tf.adapters import AdapterError
+from sd_tf.bench.run import COMPILED, LOG_COMPILATIONS
+from sd_tf.cli.main import main
+from sd_tf.components.build import component, empty_tokens_of
+from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.export import ExportOptions, export
+from sd_tf.export.adapters import write_adapters
+from sd_tf.export.modules import SamplerTables, Traces, keep_variables
+from sd_tf.runtime.adapters import SwitchLock
+from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.parameter import CallError
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.png import read_parameters
+from sd_tf.runtime.saved_model import SavedModel
+from sd_tf.weights import layers_of, open_checkpoint
+from tests import micro
+from tests.exports import adapted_export, micro_export, micro_folder
+
+LAYERS = layers_of(micro.CONFIG)
+CALL = {"num_steps": 2, "seed": 3, "guidance_scale": 2.0}
+TO_Q = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+def lora(path, seed, rank=2, size=0.5, chosen=lambda part, layer: ".embeddings." not in layer):
+    """Write a random LoRA for the micro checkpoint, in PEFT's names."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for part, layers in LAYERS.items():
+        for layer, shape in layers.items():
+            if chosen(part, layer) and layer != "text_projection":
+                down, up = (rank, *shape[1:]), (shape[0], rank, *[1] * (len(shape) - 2))
+                for name, of in (("lora_A", down), ("lora_B", up)):
+                    values = rng.standard_normal(of) * np.sqrt(size / np.prod(of[1:]))
+                    tensors[f"{part}.{layer}.{name}.weight"] = values.astype("float32")
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        "style": lora(folder / "style.safetensors", 0),
+        "detail": lora(folder / "detail.safetensors", 1, rank=4),
+        "third": lora(folder / "third.safetensors", 2),
+        "high": lora(folder / "high.safetensors", 3, rank=5),
+    }
+
+
+@pytest.fixture(scope="module")
+def written(files, tmp_path_factory):
+    """An export whose places hold two adapters."""
+    folder = shutil.copytree(adapted_export(), tmp_path_factory.mktemp("written") / "export")
+    write_adapters(folder, {name: files[name] for name in ("style", "detail")})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(written):
+    return Pipeline.load(written)
+
+
+def test_without_adapters_pictures_are_those_of_an_export_without_places(pipe):
+    for call in (CALL, {**CALL, "negative_prompt": "fog"}):
+        plain = Pipeline.load(micro_export())("a star", **call).images
+        np.testing.assert_array_equal(pipe("a star", **call).images, plain)
+        zero = pipe("a star", **call, adapters={"style": 0, "detail": 0.0}).images
+        np.testing.assert_array_equal(zero, plain)
+    assert pipe("a star", **CALL, adapters={"style": 1}).images.std() > 0
+
+
+SWITCHING = """
+import sys
+import numpy as np
+from sd_tf.runtime.pipeline import Pipeline
+
+folder, third, detail = sys.argv[1:]
+call = {"num_steps": 2, "seed": 3}
+pipe = Pipeline.load(folder)
+pipe("a star", **call, adapters={"style": 1})
+print("SWITCHED", file=sys.stderr, flush=True)
+pictures = [pipe("a star", **call, adapters={"style": 0.5, "detail": -1}).images]
+pipe.unload_adapter("detail")
+pipe.load_adapter("third", third)
+pictures.append(pipe("a star", **call, adapters={"style": 0.5, "third": -1}).images)
+pipe.unload_adapter("third")
+pipe.load_adapter("detail", detail)
+pictures.append(pipe("a star", **call, adapters={"detail": -1, "style": 0.5}).images)
+assert np.array_equal(pictures[0], pictures[2])
+assert np.abs(pictures[0].astype(int) - pictures[1]).max() > 5
+"""
+
+
+def test_other_adapters_and_scales_compile_nothing(written, files):
+    """XLA logs what it compiles: some clusters at the first call, and none later."""
+    arguments = [written, files["third"], files["detail"]]
+    result = subprocess.run(
+        [sys.executable, "-c", SWITCHING, *map(str, arguments)],
+        env={**os.environ, **LOG_COMPILATIONS},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    before, after = result.stderr.split("SWITCHED")
+    assert COMPILED.findall(before)
+    assert not COMPILED.findall(after)
+
+
+def compiled_loop(slots):
+    """Return XLA's optimized code of the loop of a micro pipeline with places, by computation."""
+    fixed = Fixed(height=16, width=16, adapter_slots=slots, adapter_rank=4, adapter_layers="all")
+    checkpoint = open_checkpoint(micro_folder())
+    geometry = geometry_of(checkpoint.config, fixed)
+    part = component(
+        "diffusion_model",
+        checkpoint.config,
+        geometry,
+        "float32",
+        empty_tokens_of(checkpoint),
+        checkpoint.build,
+    )
+    module = tf.Module()
+    keep_variables(module, part)
+    tables = SamplerTables(part.tables, part.default_scheduler)
+    endpoint = part.endpoints(geometry.shapes.first, tables, Traces().shared)["segment"]
+    inputs = {
+        name: tf.zeros([1 if n is None else n for n in spec.shape], spec.dtype)
+        for name, spec in endpoint.inputs.items()
+    }
+    function = tf.function(endpoint.function, jit_compile=True, autograph=False)
+    return function.experimental_get_compiler_ir(**inputs)(stage="optimized_hlo")
+
+
+def test_merging_stays_out_of_the_loop():
+    """The scales are read by the code before the loop alone, and the loop's code is as without."""
+
+    def body_of(code):
+        name = re.search(r"while\(.*?body=%?([\w.-]+)", code)[1]
+        return re.search(rf"^%?{re.escape(name)} .*?^}}", code, re.DOTALL | re.MULTILINE)[0]
+
+    def products(text):
+        return len(re.findall(r"\b(?:dot|convolution|custom-call)\(", text))
+
+    with_places, without = compiled_loop(2), compiled_loop(0)
+    assert products(body_of(with_places)) == products(body_of(without)) > 20
+    places = sum(len(layers) for layers in [layers_of(micro.CONFIG)["unet"]])
+    merging = products(with_places) - products(body_of(with_places))
+    assert merging - (products(without) - products(body_of(without))) >= places
+
+
+def test_written_and_loaded_adapters_are_the_same(pipe, files):
+    other = Pipeline.load(adapted_export())
+    for name in ("detail", "style"):  # into the other's slots
+        other.load_adapter(name, files[name])
+    assert other.adapters == ["detail", "style"] and pipe.adapters == ["style", "detail"]
+    mixture = {"style": 0.7, "detail": -0.4}
+    np.testing.assert_array_equal(
+        other("a star", **CALL, adapters=mixture).images,
+        pipe("a star", **CALL, adapters=mixture).images,
+    )
+
+
+def test_a_call_of_several_batches_and_segments(pipe):
+    mixture = {"style": 0.7}
+    whole = pipe(["a star"] * 3, **CALL, adapters=mixture)
+    watched = pipe(["a star"] * 3, **CALL, adapters=mixture, callback=lambda *_: None)
+    np.testing.assert_array_equal(whole.images, watched.images)
+    assert whole.each[0].adapters == mixture
+
+
+def test_prompts_to_files_take_scales(written, pipe):
+    loaded = SavedModel(written, "text_to_image", optimize=False)
+    inputs = {
+        "prompt": np.array(["a star"] * 2),
+        "negative_prompt": np.array([""] * 2),
+        "num_steps": np.int32(2),
+        "unconditional_guidance_scale": np.float32(2.0),
+        "seed": np.array([3, 4], "int32"),
+        "scheduler": np.array(pipe.manifest.default_sampler),
+        "adapter_scales": np.array([0.7, -0.4], "float32"),
+    }
+    files = loaded.run("plain_generate", inputs)["image_bytes"]
+    pictures = np.stack([tf.io.decode_png(file).numpy() for file in files])
+    call = {**CALL, "adapters": {"style": 0.7, "detail": -0.4}}
+    expected = pipe(["a star"] * 2, **call).images
+    assert np.abs(pictures.astype(int) - expected).max() <= 1
+
+
+def test_the_weights_are_not_copied(written):
+    name = "variables/variables.data-00000-of-00003"
+    inodes = {
+        (folder / "diffusion_model" / VERSION_FOLDER / name).stat().st_ino
+        for folder in (written, adapted_export())
+    }
+    assert len(inodes) == 2  # the copy is the fixture's own
+    before = (written / "diffusion_model" / VERSION_FOLDER / name).stat().st_ino
+    write_adapters(written, {}, removed=["detail"])
+    manifest = Manifest.read(written)
+    assert manifest.adapters.names == ["style"]
+    manifest.check_files(written)
+    assert (written / "diffusion_model" / VERSION_FOLDER / name).stat().st_ino == before
+
+
+@pytest.mark.parametrize(
+    ("mixture", "message"),
+    [
+        ({"other": 1}, "adapters is a number .* for each name, out of style, .*'other': 1"),
+        ({"style": "much"}, "Received: {'style': 'much'}"),
+        ({"style": 101}, "a number from -100 to 100 .*Received: {'style': 101}"),
+        ({"style": float("nan")}, "Received: {'style': nan}"),
+        ("style@0.8", "Received: 'style@0.8'"),
+    ],
+)
+def test_mixtures_that_are_refused(pipe, mixture, message):
+    with pytest.raises(CallError, match=message):
+        pipe("a star", adapters=mixture)
+
+
+def test_an_export_without_places_refuses_adapters(files):
+    pipe = Pipeline.load(micro_export(), jit_compile=False)
+    with pytest.raises(CallError, match="adapters is only for exports with places .*adapter_slots"):
+        pipe("a star", adapters={"style": 1})
+    with pytest.raises(ExportError, match="no places for adapters: export with --adapter_slots"):
+        pipe.load_adapter("style", files["style"])
+
+
+def test_adapters_that_do_not_fit_are_refused(files, tmp_path):
+    pipe = Pipeline.load(adapted_export(), jit_compile=False)
+    with pytest.raises(AdapterError, match=r"rank 5.*places have 4. Export with --adapter_rank=5"):
+        pipe.load_adapter("high", files["high"])
+    with pytest.raises(AdapterError, match=r"no adapter 'style' in the export.*There is none"):
+        pipe.unload_adapter("style")
+    with pytest.raises(AdapterError, match="none of @,=. Received: 'a@b'"):
+        pipe.load_adapter("a@b", files["style"])
+    pipe.load_adapter("style", files["style"])
+    pipe.load_adapter("detail", files["detail"])
+    with pytest.raises(AdapterError, match=r"style, detail have taken: .*--adapter_slots=3"):
+        pipe.load_adapter("third", files["third"])
+    assert pipe.adapters == ["style", "detail"]
+
+
+def test_layers_without_places_and_other_kinds_are_refused(tmp_path, files):
+    folder = tmp_path / "export"
+    size = {"batch_size": 1, "height": 16, "width": 16, "max_steps": 2}
+    options = ExportOptions(adapter_slots=1, adapter_layers="attention", verify="off", **size)
+    export(open_checkpoint(micro_folder()), folder, options)
+    pipe = Pipeline.load(folder, jit_compile=False)
+    with pytest.raises(AdapterError, match="layers that have no place, such as .*'attention'"):
+        pipe.load_adapter("style", files["style"])
+    tensors = load_file(lora(tmp_path / "q.safetensors", 0, chosen=lambda p, name: name in TO_Q))
+    dora = {**tensors, f"{TO_Q}.lora_magnitude_vector": np.ones(16, "float32")}
+    save_file(dora, tmp_path / "dora.safetensors")
+    with pytest.raises(AdapterError, match="has no factors of low rank. Merge it with --lora"):
+        pipe.load_adapter("dora", tmp_path / "dora.safetensors")
+    bias = {**tensors, f"{TO_Q}.lora_B.bias": np.ones(16, "float32")}
+    save_file(bias, tmp_path / "bias.safetensors")
+    with pytest.raises(AdapterError, match="also changes the bias. Merge it with --lora"):
+        pipe.load_adapter("bias", tmp_path / "bias.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapter_slots": -1}, "at least 0. Received: -1"),
+        ({"adapter_slots": 1, "adapter_rank": 0}, "at least 1. Received: 0"),
+        ({"adapter_layers": "some"}, "attention, transformer, all. Received: some"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(ExportError, match=message):
+        geometry_of(micro.CONFIG, Fixed(**options))
+
+
+def test_commands(files, tmp_path, capsys):
+    folder = shutil.copytree(adapted_export(), tmp_path / "export")
+    assert main(["export-adapters", str(folder), f"style={files['style']}"]) == 0
+    assert "1 of 2 places are free" in capsys.readouterr().out
+    draw = ["generate", "a star", "--export_dir", str(folder), "--nojit_compile"]
+    draw += ["--num_steps", "2", "--seed", "3"]
+    mixture = ["--adapter=style@0.8", "--adapter=detail@-0.5"]
+    load = [f"--load_adapter=detail={files['detail']}"]
+    assert main([*draw, *mixture, *load, "--out", str(tmp_path / "one")]) == 0
+    png = tmp_path / "one" / "3.png"
+    assert read_parameters(str(png))[0]["adapters"] == {"style": 0.8, "detail": -0.5}
+    again = ["generate", "--from_png", str(png), *draw[2:5], *load, "--out", str(tmp_path / "two")]
+    assert main(again) == 0
+    assert (tmp_path / "two" / "3.png").read_bytes() == png.read_bytes()
+    capsys.readouterr()
+    assert main([*draw, "--adapter=style", "--adapter=style@2", "--out", str(tmp_path)]) == 2
+    assert "style is given twice" in capsys.readouterr().err
+    assert main([*draw, "--adapter=other", "--out", str(tmp_path)]) != 0
+    assert "out of style" in capsys.readouterr().err
+    assert main(["export-adapters", str(folder)]) != 0
+    assert "at least one adapter" in capsys.readouterr().err
+    assert main(["export-adapters", str(folder), "style"]) == 2
+    assert "NAME=PATH. Received: 'style'" in capsys.readouterr().err
+
+
+def test_a_change_waits_for_calls_and_goes_before_new_ones():
+    lock, order = SwitchLock(), []
+
+    def call(name, seconds):
+        with lock.calling():
+            order.append(name)
+            time.sleep(seconds)
+
+    def change():
+        with lock.changing():
+            order.append("changed")
+
+    threads = [threading.Thread(target=call, args=("first", 0.3))]
+    threads += [threading.Thread(target=change), threading.Thread(target=call, args=("later", 0))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert order == ["first", "changed", "later"]
