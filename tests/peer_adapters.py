@@ -10,11 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TRANSFORMER = (*ATTENTION, "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
-EVERYWHERE = (
-    *TRANSFORMER,
-    *("conv_in", "conv_out", "conv1", "conv2", "conv_shortcut", "conv"),
-    *("time_emb_proj", "linear_1", "linear_2"),
-)
+BLOCKS = (*TRANSFORMER, "conv1", "conv2", "conv_shortcut", "time_emb_proj", "conv")
+EVERYWHERE = (*BLOCKS, "conv_in", "conv_out", "linear_1", "linear_2")
 TEXT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 FILE = "pytorch_lora_weights.safetensors"
 
@@ -48,8 +45,9 @@ def save_lora(
 
 
 def renamed(file: Path, to: Path, rename, extra=None) -> Path:
-    """Write a file's tensors under other names, without metadata."""
+    """Write a file's tensors under other names, without metadata; `extra` are further ones."""
     tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
+    to.parent.mkdir(exist_ok=True)
     save_file({**tensors, **(extra or {})}, to)
     return to
 

@@ -380,7 +380,7 @@ def test_an_adapter_is_described(tmp_path, capsys):
         ("alpha", "none: as the rank"),
         ("component", "layers  kinds of layers"),
     ]
-    assert re.search("^unet +2  1 attention, 1 convolution$", printed, re.MULTILINE)
+    assert re.search("^unet +2  1 convolution, 1 attention$", printed, re.MULTILINE)
     assert re.search("^fits +sd1$", printed, re.MULTILINE)
     assert re.search(
         rf"^not +sd2-base, sd2-v: 1 of its 2 layers do not fit the model: unet {to_k}: down is "

@@ -25,17 +25,17 @@ KOHYA = {  # component → the prefix of its layers
 KOHYA_FIRST_OF_TWO = "lora_te1_"
 PEFT_PREFIX = "base_model.model."
 TEXT_PREFIX = "text_model."  # transformers 5 leaves it out
-# The ends of modules' names, and what diffusers' attention processors called these layers.
-PROCESSORS = {
-    "unet": {
-        **{f".{name}": f".processor.{name}" for name in ("to_q", "to_k", "to_v")},
-        ".to_out.0": ".processor.to_out",
-    },
-    "text": {
-        **{f".self_attn.{name}_proj": f".self_attn.to_{name}" for name in "qkv"},
-        ".self_attn.out_proj": ".self_attn.to_out",
-    },
-}
+# Ends of modules' names, and what they were in diffusers' attention processors.
+UNET_PROCESSORS = (
+    (".to_q", ".processor.to_q"),
+    (".to_k", ".processor.to_k"),
+    (".to_v", ".processor.to_v"),
+    (".to_out.0", ".processor.to_out"),
+    (".to_out.0", ".to_out"),
+)
+TEXT_PROCESSORS = tuple(
+    (f".self_attn.{name}_proj", f".self_attn.to_{name}") for name in ("q", "k", "v", "out")
+)
 
 
 class Place(NamedTuple):
@@ -91,12 +91,11 @@ def module_names(module: str) -> tuple[str, ...]:
 
 def _dotted(component: str, module: str) -> Iterator[tuple[str, str]]:
     is_unet = component == "unet"
-    ends = PROCESSORS["unet" if is_unet else "text"]
     for name in module_names(module):
         yield f"{component}.{name}", "diffusers"
         if is_unet:
             yield name, "diffusers without a component's name"
-        for end, processor in ends.items():
+        for end, processor in UNET_PROCESSORS if is_unet else TEXT_PROCESSORS:
             if name.endswith(end):
                 old = name.removesuffix(end) + processor
                 yield f"{component}.{old}", "diffusers' attention processors"

@@ -119,9 +119,14 @@ def _check_device(manifest: Manifest, settings: Settings) -> None:
     if not settings.xla or (misfit := manifest.misfit(settings.device)) is None:
         return
     checkpoint, shapes = next(iter(manifest.checkpoint.values()))["name"], manifest.shapes
+    merged = {
+        f"--lora {adapter['name']}@{adapter['scale']:g} ": None
+        for part in manifest.checkpoint.values()
+        for adapter in part.get("adapters", ())
+    }
     raise ServingError(
         f"{misfit}. Export for a {settings.device}:\n"
-        f"    sd-tf export --checkpoint {checkpoint} --target {settings.device} "
+        f"    sd-tf export --checkpoint {checkpoint} {''.join(merged)}--target {settings.device} "
         f"--sizes {shapes.sizes_text} --batch_sizes {','.join(map(str, shapes.batch_sizes))} "
         f"--precision {manifest.precision} --max_steps {manifest.max_steps} --out FOLDER\n"
         f"or serve this one by another `device`, or without XLA (--nojit_compile)."

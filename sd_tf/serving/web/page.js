@@ -57,7 +57,7 @@ function showModel({ family, sizes, checkpoint, export: digest }) {
   const [[height, width]] = sizes;
   showShape(height, width);
   const parts = Object.values(checkpoint);
-  const named = [...new Set(parts.map((part) => `${part.name} (${part.format})`))].join(", ");
+  const named = [...new Set(parts.map(checkpointName))].join(", ");
   const sha256 = Object.fromEntries(
     Object.entries(checkpoint).map(([component, part]) => [component, part.sha256]),
   );
@@ -71,6 +71,11 @@ function showModel({ family, sizes, checkpoint, export: digest }) {
     ),
   );
   byId("about").hidden = false;
+}
+
+function checkpointName({ name, format, adapters = [] }) {
+  const merged = adapters.map((adapter) => ` + ${adapter.name} at ${adapter.scale}`);
+  return `${name} (${format})${merged.join("")}`;
 }
 
 function showShape(height, width) {
