@@ -115,9 +115,12 @@ class Shapes:
         ]
         if len(found) == 1:
             return found[0]
-        given = [f"{n} {v}" for n, v in (("height", height), ("width", width)) if v is not None]
         rule = "Several of the export's sizes fit" if found else "The export has no such size"
-        raise ShapeError(f"{rule}: {self.sizes_text} (HxW). Received: {', '.join(given)}")
+        if width is None:
+            given = f"height {height}"
+        else:
+            given = f"width {width}" if height is None else f"{height}x{width}"
+        raise ShapeError(f"{rule}: {self.sizes_text} (HxW). Received: {given}")
 
     def divided(self, count: int) -> list[int]:
         """Return the sizes of the batches that make `count` pictures at the least cost.
