@@ -58,7 +58,7 @@ def test_a_size_is_chosen_by_what_tells_it():
     for sides, rule in (
         ((16, None), "Several of the export's sizes fit: 16x16,16x24 (HxW). Received: height 16"),
         ((None, 8), "The export has no such size: 16x16,16x24 (HxW). Received: width 8"),
-        ((24, 16), "The export has no such size: 16x16,16x24 (HxW). Received: height 24, width 16"),
+        ((24, 16), "The export has no such size: 16x16,16x24 (HxW). Received: 24x16"),
     ):
         with pytest.raises(ShapeError) as refused:
             SHAPES.size_of(*sides)
