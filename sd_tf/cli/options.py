@@ -244,7 +244,11 @@ def parsed_flags(
     options: Sequence[Option], values: flags.FlagValues = flags.FLAGS
 ) -> argparse.Namespace:
     """Return the values that absl parsed, as argparse would."""
-    return argparse.Namespace(**{option.name: values[option.name].value for option in options})
+    found = {option.name: values[option.name].value for option in options}
+    several = {
+        option.name: tuple(found[option.name]) for option in options if option.kind is repeated
+    }
+    return argparse.Namespace(**found | several)
 
 
 class ListParser(flags.ArgumentParser):

@@ -67,10 +67,10 @@ def divided(ids, lengths, room: int, chunks: int, padding: int, vector=None):
         ragged = tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
         return ragged.to_tensor(default, shape=[None, room * chunks])
 
-    rows = padded(ids, padding)
+    rows, shape = padded(ids, padding), [tf.size(lengths) * chunks, room]
     if vector is None or chunks == 1:
         lengths = tf.reshape(lengths[:, None] - room * tf.range(chunks), [-1])
-        return tf.reshape(rows, [-1, room]), tf.clip_by_value(lengths, 0, room)
+        return tf.reshape(rows, shape), tf.clip_by_value(lengths, 0, room)
     vector = padded(vector, 0)
     begin, found, counts = tf.zeros_like(lengths), [], []
     for number in range(chunks):
@@ -84,4 +84,4 @@ def divided(ids, lengths, room: int, chunks: int, padding: int, vector=None):
         found.append(tf.where(place < count[:, None], chunk, padding))
         counts.append(count)
         begin = end
-    return tf.reshape(tf.stack(found, 1), [-1, room]), tf.reshape(tf.stack(counts, 1), [-1])
+    return tf.reshape(tf.stack(found, 1), shape), tf.reshape(tf.stack(counts, 1), [-1])
