@@ -1,5 +1,6 @@
 """Files of textual inversion: what is read, what a checkpoint has with them, what is refused."""
 
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ import torch
 
 from sd_tf.config import FAMILIES
 from sd_tf.training.origin import of_checkpoint
-from sd_tf.weights import Checkpoint, CheckpointError, open_checkpoint
+from sd_tf.weights import Checkpoint, CheckpointError, open_checkpoint, save_folder
 from sd_tf.weights.added_tokens import TABLE, with_embeddings
 from sd_tf.weights.embeddings import read_embedding
 from tests.embeddings import vectors, write
@@ -86,8 +87,6 @@ def test_halves_and_floats_are_joined_as_floats(tmp_path, files):
 
 def test_rows_without_tokens_make_room(files):
     """A table may be longer than the vocabulary, to a round number for example."""
-    import dataclasses
-
     plain = open_checkpoint(micro_folder())
     encoder = dataclasses.replace(plain.config.text_encoders["text_encoder"], vocab_size=49472)
     tensors = plain.tensors("text_encoder")
@@ -102,6 +101,19 @@ def test_rows_without_tokens_make_room(files):
     found = with_embeddings(longer, [files["<cat>"]])
     assert found.config.text_encoders["text_encoder"].vocab_size == 49409
     np.testing.assert_array_equal(found.tensors("text_encoder")[TABLE].read()[-1], vectors(WIDTH))
+
+
+def test_a_saved_checkpoint_keeps_them(files, tmp_path):
+    checkpoint = open_checkpoint(micro_folder(), embeddings=files.values())
+    models = {name: checkpoint.build(name) for name in checkpoint.config.components}
+    save_folder(tmp_path, checkpoint.config, models, {"text_encoder": checkpoint.tokenizer()})
+    saved = open_checkpoint(tmp_path)
+    assert saved.config.text_encoders == checkpoint.config.text_encoders
+    assert saved.tokenizer().vectors == checkpoint.tokenizer().vectors
+    ids = saved.tokenizer()("a <cat>, bad-hand")
+    np.testing.assert_array_equal(ids, checkpoint.tokenizer()("a <cat>, bad-hand"))
+    ours, theirs = (one.build("text_encoder")(ids)["context"] for one in (saved, checkpoint))
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_training_records_them(files):

@@ -77,10 +77,10 @@ def _with_rows(read: TensorReader, kept: int, rows: Sequence[StoredTensor]):
     A table may have rows for tokens that its tokenizer does not have. They make room.
     """
     tensors = read()
-    if TABLE in tensors:  # else strict loading says so
-        table = tensors[TABLE]
-        tensors[TABLE] = _joined(table.rows(0, min(kept, table.shape[0])), rows)
-    return tensors
+    if TABLE not in tensors:  # strict loading says so
+        return tensors
+    table = tensors[TABLE]
+    return {**tensors, TABLE: _joined(table.rows(0, min(kept, table.shape[0])), rows)}
 
 
 def _joined(table: StoredTensor, rows: Sequence[StoredTensor]) -> StoredTensor:
