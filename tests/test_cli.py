@@ -66,6 +66,7 @@ EXPORTING = (
     *("--batch_sizes=1,4", "--sizes=64x64,64x96", "--prompt_chunks=2", "--text_to_image"),
     *("--overwrite", "--family=sd2-v", "--variant=fp16", "--revision=main", "--noema"),
     *("--lora=a.safetensors@0.5", "--lora=b@c"),
+    *("--embedding=<a>=a.safetensors", "--embeddings=b.safetensors"),
 )
 MEASURING = (
     *("--export_dir=a", "--jit_compile", "--nokerascv", "--all", "--random_weights"),

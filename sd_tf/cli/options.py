@@ -35,7 +35,8 @@ class Option:
     name: str
     default: Any
     help: str
-    kind: Callable[[str], Any] = str  # one of LISTS: values with commas between them
+    # One of LISTS: values with commas between them.
+    kind: Callable[[str], Any] = str
     choices: Sequence[str] | None = None
     spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
     repeated: str | None = None  # it may be given several times; how the help shows a value
@@ -59,6 +60,14 @@ OPENING = (
         "each further one. See docs/adapters.md.",
         scaled_path,
         repeated="PATH@SCALE",
+    ),
+    Option(
+        "embeddings",
+        (),
+        "Textual inversion: a .safetensors file with a token, or TOKEN=FILE to choose the token; "
+        "again for each further one.",
+        repeated="TOKEN=FILE",
+        spelling="embedding",
     ),
 )
 
@@ -262,7 +271,8 @@ def parsed_flags(
     options: Sequence[Option], values: flags.FlagValues = flags.FLAGS
 ) -> argparse.Namespace:
     """Return the values that absl parsed, as argparse would."""
-    return argparse.Namespace(**{option.name: values[option.name].value for option in options})
+    found = {option.name: values[option.name].value for option in options}
+    return argparse.Namespace(**found)
 
 
 class ValueParser(flags.ArgumentParser):

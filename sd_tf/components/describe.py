@@ -82,11 +82,22 @@ def origins(
             for adapter in checkpoint.adapters
             if set(adapter.components) & set(parts)
         ]
+        embeddings = [
+            {
+                "token": embedding.token,
+                "vectors": embedding.count,
+                "file": embedding.file.name,
+                **({"sha256": hash_once(embedding.file)} if hashed else {}),
+            }
+            for embedding in checkpoint.embeddings
+            if set(checkpoint.config.text_encoders) & set(parts)
+        ]
         return {
             "name": checkpoint.name,
             "format": checkpoint.format,
             "sha256": {part: hashes(checkpoint.files(part)) for part in parts if hashed},
             **({"adapters": merged} if merged else {}),
+            **({"embeddings": embeddings} if embeddings else {}),
         }
 
     return {name: origin(name) for name in names}

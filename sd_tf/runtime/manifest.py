@@ -103,7 +103,8 @@ class ComponentRecord:
     target: str  # cpu | gpu | tpu
     rewrites: tuple[str, ...]  # of `models.lowering`, in the compiled signatures
     files: dict[str, dict[str, Any]]  # path below the export → size, and sha256 of the small ones
-    checkpoint: dict[str, Any]  # of its weights: name, format, sha256 of files, merged adapters
+    # Of its weights: name, format, sha256 of files; merged adapters and embeddings, if any.
+    checkpoint: dict[str, Any]
 
 
 @dataclass(frozen=True)

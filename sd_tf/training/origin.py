@@ -24,7 +24,7 @@ DIGITS = 16  # of a digest
 def of_checkpoint(checkpoint: Checkpoint) -> Record:
     """Record a checkpoint's weights by component, and its configuration without the sampler.
 
-    Merged adapters are recorded by the digests of their files, each with its scale.
+    Merged adapters and embeddings are recorded by the digests of their files.
     """
     config = dataclasses.asdict(checkpoint.config)
     del config["schedule"]["sampler"]  # for drawing only
@@ -40,7 +40,15 @@ def of_checkpoint(checkpoint: Checkpoint) -> Record:
         ]
         for number, adapter in enumerate(checkpoint.adapters, start=1)
     }
-    return {"weights": weights, "config": config, **({"lora": adapters} if adapters else {})}
+    embeddings = {
+        embedding.token: file_hash(embedding.file)[:DIGITS] for embedding in checkpoint.embeddings
+    }
+    return {
+        "weights": weights,
+        "config": config,
+        "embeddings": embeddings,
+        **({"lora": adapters} if adapters else {}),
+    }
 
 
 def of_files(files: Sequence[Path], root: Path) -> Record:

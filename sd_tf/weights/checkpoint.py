@@ -10,6 +10,7 @@ from sd_tf.config import PipelineConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import layout
+from sd_tf.weights.embeddings import Embedding
 
 TensorReader = Callable[[], dict[str, StoredTensor]]
 
@@ -36,6 +37,7 @@ class Checkpoint:
     tokenizer_readers: dict[str, Callable[[], ClipTokenizer]] = field(default_factory=dict)
     paths: dict[str, list[Path]] | None = None  # component → its files; None: tensors name them
     adapters: tuple[MergedAdapter, ...] = ()
+    embeddings: tuple[Embedding, ...] = ()  # what was added to the tensors and tokenizers
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
         if component not in self.readers:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
+from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import MODEL_INDEX, open_folder
 from sd_tf.weights.merge import merge_files
@@ -31,6 +32,7 @@ def open_checkpoint(
     revision: str | None = None,
     ema: bool = False,
     lora: Sequence[tuple[str | Path, float]] = (),
+    embeddings: Sequence[str | Path] = (),
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
 
@@ -43,12 +45,21 @@ def open_checkpoint(
         revision: the branch, tag or commit on the Hub.
         ema: load a single file's averaged UNet weights.
         lora: adapter files, each with its scale, to merge into the weights: see `weights.merge`.
+        embeddings: files of textual inversion, whose tokens are added. `TOKEN=FILE` is one that
+            is called TOKEN; without it, a token is called what its file calls it.
     """
-    checkpoint = _open(source, family, scheduler, variant, revision, ema)
-    return merge_files(checkpoint, lora)
+    checkpoint = merge_files(_open(source, family, scheduler, variant, revision, ema), lora)
+    return with_embeddings(checkpoint, embeddings) if embeddings else checkpoint
 
 
-def _open(source, family, scheduler, variant, revision, ema) -> Checkpoint:
+def _open(
+    source: str | Path,
+    family: str | None,
+    scheduler: str | None,
+    variant: str | None,
+    revision: str | None,
+    ema: bool,
+) -> Checkpoint:
     for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
         if value is not None and value not in known:
             raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")
