@@ -108,13 +108,13 @@ def micro_export(folder):
 
 @once
 def adapted_export(folder):
-    """Like `micro_export`, with places for two adapters in all layers; with text_to_image."""
+    """Like `micro_export`, with places for four adapters in all layers; with text_to_image."""
     options = ExportOptions(
         batch_size=2,
         height=16,
         width=16,
         max_steps=2,
-        adapter_slots=2,
+        adapter_slots=4,
         adapter_rank=4,
         adapter_layers="all",
         text_to_image=True,

@@ -31,43 +31,20 @@ from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.weights import layers_of, open_checkpoint
 from tests import micro
 from tests.exports import adapted_export, micro_export, micro_folder
+from tests.micro_adapters import adapter_files, lora, written_export
 
-LAYERS = layers_of(micro.CONFIG)
 CALL = {"num_steps": 2, "seed": 3, "guidance_scale": 2.0}
 TO_Q = "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
-def lora(path, seed, rank=2, size=0.5, chosen=lambda part, layer: ".embeddings." not in layer):
-    """Write a random LoRA for the micro checkpoint, in PEFT's names."""
-    rng, tensors = np.random.default_rng(seed), {}
-    for part, layers in LAYERS.items():
-        for layer, shape in layers.items():
-            if chosen(part, layer) and layer != "text_projection":
-                down, up = (rank, *shape[1:]), (shape[0], rank, *[1] * (len(shape) - 2))
-                for name, of in (("lora_A", down), ("lora_B", up)):
-                    values = rng.standard_normal(of) * np.sqrt(size / np.prod(of[1:]))
-                    tensors[f"{part}.{layer}.{name}.weight"] = values.astype("float32")
-    save_file(tensors, path)
-    return path
+@pytest.fixture(scope="module")
+def files():
+    return adapter_files()
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        "style": lora(folder / "style.safetensors", 0),
-        "detail": lora(folder / "detail.safetensors", 1, rank=4),
-        "third": lora(folder / "third.safetensors", 2),
-        "high": lora(folder / "high.safetensors", 3, rank=5),
-    }
-
-
-@pytest.fixture(scope="module")
-def written(files, tmp_path_factory):
-    """An export whose places hold two adapters."""
-    folder = shutil.copytree(adapted_export(), tmp_path_factory.mktemp("written") / "export")
-    write_adapters(folder, {name: files[name] for name in ("style", "detail")})
-    return folder
+def written():
+    return written_export()
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +66,16 @@ import sys
 import numpy as np
 from sd_tf.runtime.pipeline import Pipeline
 
-folder, third, detail = sys.argv[1:]
+folder, style, detail = sys.argv[1:]
 call = {"num_steps": 2, "seed": 3}
 pipe = Pipeline.load(folder)
 pipe("a star", **call, adapters={"style": 1})
 print("SWITCHED", file=sys.stderr, flush=True)
 pictures = [pipe("a star", **call, adapters={"style": 0.5, "detail": -1}).images]
 pipe.unload_adapter("detail")
-pipe.load_adapter("third", third)
-pictures.append(pipe("a star", **call, adapters={"style": 0.5, "third": -1}).images)
-pipe.unload_adapter("third")
+pipe.load_adapter("other", style)
+pictures.append(pipe("a star", **call, adapters={"style": 0.5, "other": -1}).images)
+pipe.unload_adapter("other")
 pipe.load_adapter("detail", detail)
 pictures.append(pipe("a star", **call, adapters={"detail": -1, "style": 0.5}).images)
 assert np.array_equal(pictures[0], pictures[2])
@@ -108,7 +85,7 @@ assert np.abs(pictures[0].astype(int) - pictures[1]).max() > 5
 
 def test_other_adapters_and_scales_compile_nothing(written, files):
     """XLA logs what it compiles: some clusters at the first call, and none later."""
-    arguments = [written, files["third"], files["detail"]]
+    arguments = [written, files["style"], files["detail"]]
     result = subprocess.run(
         [sys.executable, "-c", SWITCHING, *map(str, arguments)],
         env={**os.environ, **LOG_COMPILATIONS},
@@ -156,7 +133,7 @@ def test_merging_stays_out_of_the_loop():
     def products(text):
         return len(re.findall(r"\b(?:dot|convolution|custom-call)\(", text))
 
-    with_places, without = compiled_loop(2), compiled_loop(0)
+    with_places, without = compiled_loop(4), compiled_loop(0)
     assert products(body_of(with_places)) == products(body_of(without)) > 20
     places = sum(len(layers) for layers in [layers_of(micro.CONFIG)["unet"]])
     merging = products(with_places) - products(body_of(with_places))
@@ -167,7 +144,8 @@ def test_written_and_loaded_adapters_are_the_same(pipe, files):
     other = Pipeline.load(adapted_export())
     for name in ("detail", "style"):  # into the other's slots
         other.load_adapter(name, files[name])
-    assert other.adapters == ["detail", "style"] and pipe.adapters == ["style", "detail"]
+    assert other.adapters == ["detail", "style"]
+    assert pipe.adapters == ["style", "detail", "third", "fourth"]
     mixture = {"style": 0.7, "detail": -0.4}
     np.testing.assert_array_equal(
         other("a star", **CALL, adapters=mixture).images,
@@ -192,7 +170,7 @@ def test_prompts_to_files_take_scales(written, pipe):
         "unconditional_guidance_scale": np.float32(2.0),
         "seed": np.array([3, 4], "int32"),
         "scheduler": np.array(pipe.manifest.default_sampler),
-        "adapter_scales": np.array([0.7, -0.4], "float32"),
+        "adapter_scales": np.array([0.7, -0.4, 0, 0], "float32"),
     }
     files = loaded.run("plain_generate", inputs)["image_bytes"]
     pictures = np.stack([tf.io.decode_png(file).numpy() for file in files])
@@ -208,7 +186,7 @@ def test_the_weights_are_not_copied(written, tmp_path):
     before = (folder / weights).stat().st_ino
     write_adapters(folder, {}, removed=["detail"])
     manifest = Manifest.read(folder)
-    assert manifest.adapters.names == ["style"]
+    assert manifest.adapters.names == ["style", "third", "fourth"]
     manifest.check_files(folder)
     assert (folder / weights).stat().st_ino == before
     whole = folder / "text_to_image" / VERSION_FOLDER / "variables"
@@ -240,17 +218,18 @@ def test_an_export_without_places_refuses_adapters(files):
 
 def test_adapters_that_do_not_fit_are_refused(files, tmp_path):
     pipe = Pipeline.load(adapted_export(), jit_compile=False)
+    high = lora(tmp_path / "high.safetensors", 5, rank=5)
     with pytest.raises(AdapterError, match=r"rank 5.*places have 4. Export with --adapter_rank=5"):
-        pipe.load_adapter("high", files["high"])
+        pipe.load_adapter("high", high)
     with pytest.raises(AdapterError, match=r"no adapter 'style' in the export.*There is none"):
         pipe.unload_adapter("style")
     with pytest.raises(AdapterError, match=r"none of @,=. Received: 'a@b'"):
         pipe.load_adapter("a@b", files["style"])
-    pipe.load_adapter("style", files["style"])
-    pipe.load_adapter("detail", files["detail"])
-    with pytest.raises(AdapterError, match=r"style, detail have taken: .*--adapter_slots=3"):
-        pipe.load_adapter("third", files["third"])
-    assert pipe.adapters == ["style", "detail"]
+    for name, file in files.items():
+        pipe.load_adapter(name, file)
+    with pytest.raises(AdapterError, match=r"style, .* have taken: .*--adapter_slots=5"):
+        pipe.load_adapter("fifth", files["style"])
+    assert pipe.adapters == list(files)
 
 
 def test_layers_without_places_and_other_kinds_are_refused(tmp_path, files):
@@ -288,7 +267,7 @@ def test_options_that_are_refused(options, message):
 def test_commands(files, tmp_path, capsys):
     folder = shutil.copytree(adapted_export(), tmp_path / "export")
     assert main(["export-adapters", str(folder), f"style={files['style']}"]) == 0
-    assert "1 of 2 places are free" in capsys.readouterr().out
+    assert "3 of 4 places are free" in capsys.readouterr().out
     draw = ["generate", "a star", "--export_dir", str(folder), "--nojit_compile"]
     draw += ["--num_steps", "2", "--seed", "3"]
     mixture = ["--adapter=style@0.8", "--adapter=detail@-0.5"]
