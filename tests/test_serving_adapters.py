@@ -121,7 +121,7 @@ def test_openais_client_gives_adapters(front, pipe):
 
 def test_a_client_of_tensorflow_serving_gives_adapters(front, pipe):
     for server in (f"grpc://{front.grpc}", f"http://{front.http}"):
-        with Client(written_export(), server, jit_compile=False) as client:
+        with Client(server, written_export(), jit_compile=False) as client:
             picture = client(PROMPT, seed=3, adapters=MIXTURE, **CALL).images[0]
         assert differ(picture, pipe(PROMPT, seed=3, adapters=MIXTURE, **CALL).images[0]) <= 1
 
