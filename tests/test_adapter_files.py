@@ -15,7 +15,7 @@ from sd_tf.components.describe import origins
 from sd_tf.config import FAMILIES
 from sd_tf.runtime.manifest import file_hash
 from sd_tf.training.origin import of_checkpoint
-from sd_tf.weights import layers_of, open_checkpoint
+from sd_tf.weights import CheckpointError, layers_of, open_checkpoint
 from sd_tf.weights.merge import merge
 from tests import micro
 from tests.exports import micro_folder
@@ -226,6 +226,7 @@ def test_refused_files(tmp_path, name):
 REFUSED_SETTINGS = {
     "rank": ({"r": 4, "lora_alpha": 4}, "its rank is 2, but .* unet has 4"),
     "no-alpha": ({"r": 2}, "unet: lora_alpha must be a number. Received: None"),
+    "no-kind": ({"r": 2, "peft_type": ["LORA"]}, r"peft_type \['LORA'\] is not supported"),
     "kind": ({"r": 2, "peft_type": "OFT"}, "peft_type 'OFT' is not supported; supported: LORA"),
     "pissa": (
         {"r": 2, "lora_alpha": 2, "init_lora_weights": "pissa"},
@@ -283,6 +284,11 @@ def test_refused_paths(tmp_path):
 
 def lora(folder, name, tensors):
     return written(folder, tensors, name=f"{name}.safetensors")
+
+
+def test_an_adapter_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="is an adapter, not a checkpoint: .* `lora`"):
+        open_checkpoint(lora(tmp_path, "style", SPELLED["kohya"][0]))
 
 
 def test_merging(tmp_path):
