@@ -37,6 +37,11 @@ def test_no_two_layers_share_a_spelling(family):
     assert original == layers["unet"].keys()
 
 
+def test_a_spelling_of_two_layers_is_refused():
+    with pytest.raises(AdapterError, match=r"lora_unet_a_b could be .*'a\.b'\) or .*'a_b'\) of"):
+        spellings({"unet": {"a.b": (1, 1), "a_b": (1, 1)}})
+
+
 def test_kohya_names_of_two_text_encoders():
     found = spellings(layers_of(FAMILIES["sdxl-base"]))
     first, second = (found[f"lora_te{n}_{Q_PROJ.replace('.', '_')}"] for n in (1, 2))
