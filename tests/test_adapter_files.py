@@ -1,85 +1,15 @@
-"""Adapter files: every spelling of a layer, what is refused and how, and what `sd-tf` says."""
+"""Adapter files: every spelling of a layer, the settings beside it, and what is refused and how."""
 
 import json
-import re
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from sd_tf.adapters import AdapterError, open_adapter, read_adapter
 from sd_tf.adapters.spellings import spellings
-from sd_tf.cli.arguments import scaled_path
-from sd_tf.cli.main import main
-from sd_tf.components.describe import origins
 from sd_tf.config import FAMILIES
-from sd_tf.runtime.manifest import file_hash
-from sd_tf.training.origin import of_checkpoint
-from sd_tf.weights import layers_of, open_checkpoint
-from sd_tf.weights.merge import merge
-from tests import micro
-from tests.exports import micro_folder
-
-TO_Q = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
-TO_OUT = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0"
-CONV = "down_blocks.0.resnets.0.conv1"
-Q_PROJ = "text_model.encoder.layers.0.self_attn.q_proj"
-OUT_PROJ = "text_model.encoder.layers.0.self_attn.out_proj"
-LAYERS = layers_of(micro.CONFIG)
-ONE = {"lora_A.weight": np.ones((2, 16), "float32"), "lora_B.weight": np.ones((16, 2), "float32")}
-KOHYA = {"lora_down.weight": ONE["lora_A.weight"], "lora_up.weight": ONE["lora_B.weight"]}
-
-
-def written(folder, tensors, metadata=None, name="one.safetensors"):
-    save_file({key: np.asarray(value) for key, value in tensors.items()}, folder / name, metadata)
-    return folder / name
-
-
-def keyed(prefix, tensors, joint="."):
-    return {f"{prefix}{joint}{end}": tensor for end, tensor in tensors.items()}
-
-
-def ends(down, up):
-    return {down: ONE["lora_A.weight"], up: ONE["lora_B.weight"]}
-
-
-PROCESSOR = ends("_lora.down.weight", "_lora.up.weight")
-ATTENTION = TO_Q.removesuffix(".to_q")
-SPELLED = {  # the file's names → the layer that they mean
-    "peft": (keyed(f"unet.{TO_Q}", ONE), ("unet", TO_Q)),
-    "lora-down": (
-        keyed(f"unet.{TO_Q}", ends("lora.down.weight", "lora.up.weight")),
-        ("unet", TO_Q),
-    ),
-    "processor": (keyed(f"unet.{ATTENTION}.processor.to_q", PROCESSOR, ""), ("unet", TO_Q)),
-    "processor-out": (keyed(f"unet.{ATTENTION}.processor.to_out", PROCESSOR, ""), ("unet", TO_OUT)),
-    "without-unet": (keyed(f"{ATTENTION}.processor.to_out", PROCESSOR, ""), ("unet", TO_OUT)),
-    "text": (keyed(f"text_encoder.{Q_PROJ}", ONE), ("text_encoder", Q_PROJ)),
-    "text-transformers-5": (
-        keyed(f"text_encoder.{Q_PROJ.removeprefix('text_model.')}", ONE),
-        ("text_encoder", Q_PROJ),
-    ),
-    "text-linear-layer": (
-        keyed(
-            f"text_encoder.{Q_PROJ}",
-            ends("lora_linear_layer.down.weight", "lora_linear_layer.up.weight"),
-        ),
-        ("text_encoder", Q_PROJ),
-    ),
-    "text-oldest": (
-        keyed("text_encoder.text_model.encoder.layers.0.self_attn.to_out", PROCESSOR, ""),
-        ("text_encoder", OUT_PROJ),
-    ),
-    "kohya": (keyed(f"lora_unet_{TO_Q.replace('.', '_')}", KOHYA), ("unet", TO_Q)),
-    "kohya-original": (
-        keyed("lora_unet_input_blocks_3_1_transformer_blocks_0_attn1_to_q", KOHYA),
-        ("unet", TO_Q),
-    ),
-    "kohya-text": (
-        keyed(f"lora_te_{Q_PROJ.replace('.', '_')}", KOHYA),
-        ("text_encoder", Q_PROJ),
-    ),
-}
+from sd_tf.weights import layers_of
+from tests.adapter_files import CONV, KOHYA, LAYERS, ONE, Q_PROJ, SPELLED, TO_Q, keyed, written
 
 
 @pytest.mark.parametrize("name", SPELLED)
@@ -105,6 +35,11 @@ def test_no_two_layers_share_a_spelling(family):
             assert named == modules.keys()
     original = {place.module for place in found.values() if "original" in place.convention}
     assert original == layers["unet"].keys()
+
+
+def test_a_spelling_of_two_layers_is_refused():
+    with pytest.raises(AdapterError, match=r"lora_unet_a_b could be .*'a\.b'\) or .*'a_b'\) of"):
+        spellings({"unet": {"a.b": (1, 1), "a_b": (1, 1)}})
 
 
 def test_kohya_names_of_two_text_encoders():
@@ -226,6 +161,7 @@ def test_refused_files(tmp_path, name):
 REFUSED_SETTINGS = {
     "rank": ({"r": 4, "lora_alpha": 4}, "its rank is 2, but .* unet has 4"),
     "no-alpha": ({"r": 2}, "unet: lora_alpha must be a number. Received: None"),
+    "no-kind": ({"r": 2, "peft_type": ["LORA"]}, r"peft_type \['LORA'\] is not supported"),
     "kind": ({"r": 2, "peft_type": "OFT"}, "peft_type 'OFT' is not supported; supported: LORA"),
     "pissa": (
         {"r": 2, "lora_alpha": 2, "init_lora_weights": "pissa"},
@@ -279,121 +215,3 @@ def test_refused_paths(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"r": 3, "lora_alpha": 1}')
     with pytest.raises(AdapterError, match=r"fits 0.*text_encoder: .*unet: .*its rank is 2, but"):
         read_adapter(tmp_path, LAYERS)
-
-
-def lora(folder, name, tensors):
-    return written(folder, tensors, name=f"{name}.safetensors")
-
-
-def test_merging(tmp_path):
-    """The weights themselves are compared with diffusers in tests/parity/test_adapter_merge.py."""
-    unet = lora(tmp_path, "unet", SPELLED["kohya"][0])
-    text = lora(tmp_path, "text", SPELLED["kohya-text"][0])
-    plain = open_checkpoint(micro_folder())
-    checkpoint = open_checkpoint(micro_folder(), lora=[(unet, 0.5), (text, -1), (unet, 0.25)])
-    before, after = (c.tensors("unet")[f"{TO_Q}.weight"] for c in (plain, checkpoint))
-    for _ in range(2):  # reading twice does not merge twice
-        np.testing.assert_allclose(after.read(), before.read() + 1.5, rtol=1e-6)
-    assert (after.dtype, after.shape, after.file) == ("float32", before.shape, before.file)
-    assert checkpoint.tensors("unet").keys() == plain.tensors("unet").keys()
-    assert checkpoint.name == plain.name
-
-    found = origins(checkpoint, ("text_encoder", "diffusion_model", "decoder"))
-    of_unet = {"name": "unet", "sha256": {"unet.safetensors": file_hash(unet)}}
-    assert found["diffusion_model"]["adapters"] == [
-        of_unet | {"scale": 0.5},
-        of_unet | {"scale": 0.25},
-    ]
-    assert [one["name"] for one in found["text_encoder"]["adapters"]] == ["text"]
-    assert "adapters" not in found["decoder"]
-    assert "adapters" not in origins(plain, ("diffusion_model",))["diffusion_model"]
-    unhashed = origins(checkpoint, ("text_encoder",), hashed=False)["text_encoder"]["adapters"]
-    assert unhashed == [{"name": "text", "scale": -1.0, "sha256": {}}]
-    assert "lora" not in of_checkpoint(plain)
-    assert list(of_checkpoint(checkpoint)["lora"]) == ["1 unet", "2 text", "3 unet"]
-
-
-def test_merging_a_bias(tmp_path):
-    bias = {"lora_B.bias": np.arange(16, dtype="float32"), "alpha": np.float32(1)}
-    file = lora(tmp_path, "bias", keyed(f"unet.{TO_OUT}", ONE | bias))
-    plain, checkpoint = (open_checkpoint(micro_folder(), lora=x) for x in ((), [(file, 2.0)]))
-    before, after = (c.tensors("unet")[f"{TO_OUT}.bias"].read() for c in (plain, checkpoint))
-    np.testing.assert_allclose(after, before + np.arange(16), rtol=1e-6)
-    file = lora(tmp_path, "none", keyed(f"unet.{TO_Q}", ONE | bias))
-    with pytest.raises(AdapterError, match=f"none changes the bias of unet {TO_Q}, which has none"):
-        open_checkpoint(micro_folder(), lora=[(file, 1.0)])
-
-
-def test_a_scale_is_finite(tmp_path):
-    adapter = read_adapter(lora(tmp_path, "a", SPELLED["kohya"][0]), LAYERS)
-    with pytest.raises(AdapterError, match=r"a: a scale is a finite number. Received: nan"):
-        merge(open_checkpoint(micro_folder()), [(adapter, float("nan"))])
-
-
-@pytest.mark.parametrize(
-    ("text", "parsed"),
-    [
-        ("a.safetensors", ("a.safetensors", 1.0)),
-        ("a.safetensors@0.5", ("a.safetensors", 0.5)),
-        ("a@-1.5e-1", ("a", -0.15)),
-        ("me@home/a@1", ("me@home/a", 1.0)),
-        ("me@home/a", ("me@home/a", 1.0)),
-        ("a@", ("a@", 1.0)),
-    ],
-)
-def test_a_path_with_a_scale(text, parsed):
-    assert scaled_path(text) == parsed
-
-
-def test_a_checkpoint_with_an_adapter_is_described(tmp_path, capsys):
-    file = lora(tmp_path, "style", SPELLED["kohya"][0])
-    assert main(["weights", str(micro_folder()), "--lora", f"{file}@0.5", "--lora", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert re.findall("merged +(.*)", printed) == ["style at 0.5", "style at 1"]
-    assert "float32" in printed and "loads: every tensor" in printed
-    unknown = lora(tmp_path, "other", REFUSED_FILES["unknown"][0])
-    assert main(["weights", str(micro_folder()), "--lora", str(unknown)]) == 1
-    assert "would not load: " in capsys.readouterr().err
-
-
-def of_sd1(*modules):
-    shapes = layers_of(FAMILIES["sd1"])["unet"]
-    tensors = {}
-    for module in modules:
-        out, *inner = shapes[module]
-        tensors[f"unet.{module}.lora_A.weight"] = np.zeros((4, *inner), "float16")
-        tensors[f"unet.{module}.lora_B.weight"] = np.zeros((out, 4), "float16")
-    return tensors
-
-
-def test_an_adapter_is_described(tmp_path, capsys):
-    to_k = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
-    file = lora(tmp_path, "style", of_sd1(to_k, "conv_in"))
-    assert main(["weights", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert re.findall(r"^(\w+)  +(\S.*)$", printed, re.MULTILINE)[:7] == [
-        ("source", str(file)),
-        ("tensors", "4, float16, 19.2 kB"),
-        ("format", "diffusers"),
-        ("kind", "LoRA"),
-        ("rank", "4"),
-        ("alpha", "none: as the rank"),
-        ("component", "layers  kinds of layers"),
-    ]
-    assert re.search("^unet +2  1 convolution, 1 attention$", printed, re.MULTILINE)
-    assert re.search("^fits +sd1$", printed, re.MULTILINE)
-    assert re.search(
-        rf"^not +sd2-base, sd2-v: 1 of its 2 layers do not fit the model: unet {to_k}: down is "
-        r"\[4, 768\], the weight of \[1280, 1024\] wants \[4, 1024\]\.$",
-        printed,
-        re.MULTILINE,
-    )
-
-    bundle = lora(tmp_path, "bundle", REFUSED_FILES["bundle"][0])
-    assert main(["weights", str(bundle)]) == 1
-    printed = capsys.readouterr()
-    assert "would not load into sd1, sd2-base," in printed.err and "bundle_emb" in printed.err
-    assert "sd-tf weights CHECKPOINT --lora ADAPTER" in printed.err
-
-    assert main(["weights", str(file), "--variant", "fp16"]) == 1
-    assert "is an adapter, and the option variant is for a checkpoint" in capsys.readouterr().err

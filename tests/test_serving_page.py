@@ -432,6 +432,17 @@ def test_a_checkpoint_without_guidance(page):
     assert not {"guidance_scale", "negative_prompt"} & request.value.post_data_json.keys()
 
 
+def test_merged_adapters_are_named(page):
+    part = {"name": "sd", "format": "single file", "sha256": {}}
+    merged = {**part, "adapters": [{"name": "style", "scale": -0.5, "sha256": {}}]}
+    parts = {"text_encoder": part, "diffusion_model": merged}
+    page.route("**/about", altered_about(checkpoint=parts))
+    page.reload()
+    expect(page.locator("#facts")).to_contain_text(
+        "sd (single file), sd (single file) + style at -0.5"
+    )
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refusal_stands_beside_the_form(page, status):
     answer(page, status=status, json={"error": "Not like <b>this</b>."})

@@ -801,6 +801,18 @@ def test_an_export_for_another_device_is_refused(tmp_path, capsys):
     write(micro_export(), tmp_path / "plain", "--device", "gpu", "--nojit_compile")
 
 
+def test_the_command_that_mends_merges_the_same_adapters(tmp_path, capsys):
+    export = shutil.copytree(micro_export(), tmp_path / "export")
+    content = json.loads((export / "pipeline.json").read_text())
+    for name in ("text_encoder", "diffusion_model"):
+        merged = [{"name": "style", "scale": 0.5, "sha256": {}}]
+        content["components"][name]["checkpoint"]["adapters"] = merged
+    (export / "pipeline.json").write_text(json.dumps(content))
+    assert command("--export_dir", export, "--out", tmp_path / "out", "--device", "gpu") == 1
+    named = f"--checkpoint {micro_folder().name} --lora style@0.5 --target gpu --sizes"
+    assert named in capsys.readouterr().err
+
+
 def test_without_the_protos(tmp_path):
     code = (
         "import sys; sys.modules['tensorflow_serving'] = None; "

@@ -33,7 +33,7 @@ class PeftSettings:
 
     def __post_init__(self):
         kind = self.kind
-        if kind not in ALPHA:
+        if not isinstance(kind, str) or kind not in ALPHA:
             raise AdapterError(
                 f"{self.where}: the peft_type {kind!r} is not supported; supported: "
                 f"{', '.join(ALPHA)}."

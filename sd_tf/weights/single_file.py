@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from sd_tf.adapters.keys import divided
 from sd_tf.config import (
     FAMILIES,
     AutoencoderConfig,
@@ -66,6 +67,11 @@ def detect_family(tensors: Tensors, path: Path) -> tuple[str, ...]:
     """Return the families that the tensors' names allow: one, or both of SD2."""
     probe = f"{UNET}input_blocks.0.0.weight"
     if probe not in tensors:
+        if any(divided(name) for name in tensors):
+            raise CheckpointError(
+                f"{path} is an adapter, not a checkpoint: open the checkpoint that it changes, and "
+                f"give it as `lora`."
+            )
         raise CheckpointError(
             f"{path} is not a complete Stable Diffusion checkpoint in the original layout: it has "
             f"no {probe!r}. Its tensors' names begin with "
