@@ -4,6 +4,7 @@
 them. These callers bring different models, but put them together in this one way.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,13 +12,16 @@ import keras
 import numpy as np
 
 from sd_tf.components.autoencoder import decoder, image_encoder
-from sd_tf.components.conditions import conditions_of, reader_of, text_encoder
+from sd_tf.components.conditions import Read, conditions_of, reader_of, text_encoder
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
-from sd_tf.components.places import Places, in_denoiser, in_text_encoder
+from sd_tf.components.places import Place, Places
 from sd_tf.components.spec import COMPONENTS, Endpoint, as_is
 from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.models import deferred_variables
+from sd_tf.models.branches import Branch, branches
+from sd_tf.runtime.adapter_places import DOWN, PREFIX, UP, AdapterPlaces
 from sd_tf.runtime.adapters import LayerRecord, Layers
 from sd_tf.runtime.shapes import Shape
 from sd_tf.sampling.packed import Packed, pack
@@ -25,6 +29,13 @@ from sd_tf.weights import Checkpoint, layout
 
 # The autoencoder's layers that each half computes with, by the start of their names.
 OF_DECODER, OF_ENCODER = ("decoder.", "post_quant_conv."), ("encoder.", "quant_conv.")
+
+# The denoiser's layers that have places for adapters, by the option's value.
+IN_DENOISER = {
+    "attention": lambda path: ".attn1." in path or ".attn2." in path,
+    "transformer": lambda path: ".attentions." in path,
+    "all": lambda path: True,
+}
 
 Build = Callable[[str, str], keras.layers.Layer]  # (the checkpoint's component, dtype) → its model
 
@@ -88,8 +99,8 @@ def component(
 
 def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component:
     models = {name: build(name, precision) for name in config.text_encoders}
-    places = Places(models, geometry.adapters, in_text_encoder)
-    read = reader_of(list(models.values()), places)
+    places = places_of(models, geometry.adapters, lambda path: ".encoder.layers." in path)
+    read = _with_branches(reader_of(list(models.values())), places)
 
     def declare(shape, tables, shared):
         return text_encoder(
@@ -104,9 +115,47 @@ def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component
     return Component("text_encoder", models, declare, places=places, is_rewritten=False)
 
 
+def _with_branches(read: Read, places: Places) -> Read:
+    """Have the text encoders add the adapters' changes beside their layers: it costs less there."""
+    if not places.slots:
+        return read
+
+    def run(tokens, adapter_scales):
+        factors = places.scaled(adapter_scales)
+        with branches({layer: Branch(*pair) for layer, pair in factors.items()}):
+            return read(tokens)
+
+    return run
+
+
+def places_of(
+    models: Mapping[str, keras.layers.Layer],
+    wanted: AdapterPlaces,
+    has_place: Callable[[str], bool],
+) -> Places:
+    """Make places, whose variables have no storage yet, for the layers that are to have one."""
+    by_layer = {}
+    if wanted.slots:
+        with deferred_variables():
+            for part, model in models.items():
+                for path, layer in layout.leaves(model):
+                    if hasattr(layer, "kernel") and has_place(path):
+                        by_layer[part, path] = _place(f"{PREFIX}{part}.{path}", layer, wanted)
+    return Places(wanted.slots, wanted.rank, by_layer)
+
+
+def _place(name: str, layer: keras.layers.Layer, wanted: AdapterPlaces) -> Place:
+    def variable(end: str, width: int) -> keras.Variable:
+        shape = (wanted.slots * wanted.rank, width)
+        return keras.Variable("zeros", shape, "float32", trainable=False, name=name + end)
+
+    *inputs, outputs = layer.kernel.shape
+    return Place(layer, variable(DOWN, math.prod(inputs)), variable(UP, outputs))
+
+
 def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Component:
     models = {config.denoiser.component: build(config.denoiser.component, precision)}
-    places = Places(models, geometry.adapters, in_denoiser(geometry.adapters.layers))
+    places = places_of(models, geometry.adapters, IN_DENOISER[geometry.adapters.layers])
     denoiser = places.taking_kernels(models[config.denoiser.component])
     packed = pack(config.schedule, geometry.max_steps)
     default = packed.numbers[config.schedule.sampler]

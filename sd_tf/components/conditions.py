@@ -69,13 +69,12 @@ def conditions_of(config: PipelineConfig, geometry: Geometry, shape: Shape) -> C
 Read = Callable[..., tuple[list, list]]
 
 
-def reader_of(encoders: Sequence, places: Places) -> Read:
+def reader_of(encoders: Sequence) -> Read:
     """Return a function that runs all encoders on chunks (M, 77), or (M, encoders, 77)."""
 
-    def read(tokens, **adapters):
+    def read(tokens):
         per_encoder = ops.unstack(tokens, axis=1) if len(encoders) > 1 else [tokens]
-        with places.beside(**adapters):
-            outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
+        outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
         contexts = [ops.cast(o["context"], "float32") for o in outputs]
         pooled = [ops.cast(o["pooled"], "float32") for o in outputs if "pooled" in o]
         return contexts, pooled[:1]
