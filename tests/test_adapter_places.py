@@ -291,6 +291,37 @@ def test_commands(files, tmp_path, capsys):
     assert "NAME=PATH. Received: 'style'" in capsys.readouterr().err
 
 
+def test_a_swap_under_load_mixes_nothing(files):
+    """While four threads draw, the name changes its adapter: each picture is of one or the other."""
+    pipe = Pipeline.load(adapted_export(), jit_compile=False)
+    states, stopped, seen = [], threading.Event(), [[] for _ in range(4)]
+    for name in ("style", "detail"):
+        pipe.load_adapter("it", files[name])
+        states.append(pipe("a star", **CALL, adapters={"it": 1}).images)
+    assert np.abs(states[0].astype(int) - states[1]).max() > 3
+
+    def draw(pictures):
+        while not stopped.is_set():
+            watched = {"callback": lambda *_: None, "callback_every": 1}  # a call for each step
+            pictures.append(pipe("a star", **CALL, adapters={"it": 1}, **watched).images)
+
+    threads = [threading.Thread(target=draw, args=(pictures,)) for pictures in seen]
+    for thread in threads:
+        thread.start()
+    for name in ("style", "detail") * 5:
+        pipe.load_adapter("it", files[name])
+        time.sleep(0.1)
+    stopped.set()
+    for thread in threads:
+        thread.join()
+    found = {
+        [np.array_equal(picture, state) for state in states].index(True)
+        for pictures in seen
+        for picture in pictures
+    }
+    assert found == {0, 1}
+
+
 def test_a_change_waits_for_calls_and_goes_before_new_ones():
     lock, order = SwitchLock(), []
 

@@ -5,7 +5,6 @@ import http.client
 import io
 import json
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +14,6 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from sd_tf.cli.main import main
-from sd_tf.export.adapters import write_adapters
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.serving.client import Client
 from tests.fronts import running_front
@@ -124,34 +122,6 @@ def test_a_client_of_tensorflow_serving_gives_adapters(front, pipe):
         with Client(server, written_export(), jit_compile=False) as client:
             picture = client(PROMPT, seed=3, adapters=MIXTURE, **CALL).images[0]
         assert differ(picture, pipe(PROMPT, seed=3, adapters=MIXTURE, **CALL).images[0]) <= 1
-
-
-def test_new_adapters_are_taken_up_and_mixed_with_none(tmp_path, pipe):
-    """While requests come, another adapter gets the name: each picture is of one state or other."""
-    files = adapter_files()
-    folder = shutil.copytree(written_export(), tmp_path / "export")
-    old = pipe(PROMPT, seed=3, adapters={"style": 1}, **CALL).images[0]
-    new = pipe(PROMPT, seed=3, adapters={"third": 1}, **CALL).images[0]
-    assert differ(old, new) > 3
-    settings = {"num_steps": 2, "guidance_scale": 4.0, "watch": 0.2}
-    with running_front(folder, **settings) as front, ThreadPoolExecutor(4) as pool:
-
-        def draw(_):
-            status, content = ask(
-                front, "POST", "/generate", prompt=PROMPT, seed=3, adapters={"style": 1}, **CALL
-            )
-            assert status == 200, content
-            return pixels(base64.b64decode(content["images"][0]["png"]))
-
-        before = list(pool.map(draw, range(4)))
-        writing = pool.submit(write_adapters, folder, {"style": files["third"]})
-        between, after = [], [old]
-        while differ(after[-1], new) > 1:
-            between += pool.map(draw, range(4))
-            after = between
-        writing.result()
-    assert all(differ(picture, old) <= 1 for picture in before)
-    assert all(min(differ(picture, old), differ(picture, new)) <= 1 for picture in between)
 
 
 def test_the_page_has_a_slider_for_each_adapter(front, pipe):
