@@ -1,7 +1,8 @@
 """The kinds of layers that the models consist of; each creates its variables when constructed.
 
-Dense and convolution layers are Keras' own. Norms compute their statistics in float32 under every
-dtype policy. All weights start at zero: a checkpoint or a trainer fills them.
+Dense and convolution layers are Keras' own, with room for an adapter's branch (`branches.py`).
+Norms compute their statistics in float32 under every dtype policy. All weights start at zero: a
+checkpoint or a trainer fills them.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import keras
 from keras import ops
 from keras.src.backend.common import global_state
 
+from sd_tf.models.branches import with_branch
 from sd_tf.models.convolution import convolve, convolve_doubled
 
 
@@ -39,15 +41,20 @@ class Block(keras.layers.Layer):
         self.built = True
 
 
+class Linear(keras.layers.Dense):
+    """A matrix product with a bias."""
+
+    def call(self, x):
+        return with_branch(self, super().call(x), lambda a: ops.matmul(x, a))
+
+
 def dense(in_features, out_features, use_bias=True, dtype=None):
-    layer = keras.layers.Dense(
-        out_features, use_bias=use_bias, kernel_initializer="zeros", dtype=dtype
-    )
+    layer = Linear(out_features, use_bias=use_bias, kernel_initializer="zeros", dtype=dtype)
     layer.build((None, in_features))
     return layer
 
 
-class PointwiseConv(keras.layers.Dense):
+class PointwiseConv(Linear):
     """A 1×1 convolution: computed as a matrix product, stored in checkpoints as a convolution."""
 
 
@@ -61,10 +68,12 @@ class Conv(keras.layers.Conv2D):
     """A 3×3 convolution. With `doubled_to`, its input is first doubled to that height and width."""
 
     def call(self, x, doubled_to=None):
-        kernel = ops.convert_to_tensor(self.kernel)
-        if doubled_to is None:
-            return convolve(x, kernel) + self.bias
-        return convolve_doubled(x, kernel, doubled_to) + self.bias
+        def by(kernel):
+            if doubled_to is None:
+                return convolve(x, kernel)
+            return convolve_doubled(x, kernel, doubled_to)
+
+        return with_branch(self, by(ops.convert_to_tensor(self.kernel)) + self.bias, by)
 
 
 def conv(in_channels, out_channels, dtype=None):
@@ -73,9 +82,15 @@ def conv(in_channels, out_channels, dtype=None):
     return layer
 
 
+class StridedConv(keras.layers.Conv2D):
+    """A 3×3 convolution of stride 2 without padding: UNet and VAE pad it differently."""
+
+    def call(self, x):
+        return with_branch(self, super().call(x), lambda a: self.convolution_op(x, a))
+
+
 def strided_conv(in_channels, out_channels, dtype=None):
-    """Return a 3×3 convolution of stride 2 without padding: UNet and VAE pad it differently."""
-    layer = keras.layers.Conv2D(
+    layer = StridedConv(
         out_channels, 3, strides=2, padding="valid", kernel_initializer="zeros", dtype=dtype
     )
     layer.build((None, None, None, in_channels))
