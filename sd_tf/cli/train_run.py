@@ -34,6 +34,33 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train_text_encoder", action="store_true")
 
 
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora_rank",
+        type=int,
+        help="train an adapter of this rank (LoRA) beside the frozen weights",
+    )
+    parser.add_argument(
+        "--lora_alpha", type=float, help="its branches are scaled by alpha / rank (default: rank)"
+    )
+    parser.add_argument(
+        "--lora_conv",
+        action="store_true",
+        help="give resnets and samplers branches, too, not the transformers alone",
+    )
+
+
+def read_lora(options: argparse.Namespace):
+    """Return the options of the adapter to train, or None where all weights are trained."""
+    from sd_tf.training.lora import LoraOptions
+
+    if options.lora_rank is None:
+        if options.lora_alpha is not None or options.lora_conv:
+            raise TrainingError("--lora_alpha and --lora_conv go with --lora_rank.")
+        return None
+    return LoraOptions(options.lora_rank, options.lora_alpha, options.lora_conv).check()
+
+
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", help="host:port of host 0, where several train together")
     parser.add_argument("--hosts", type=int, help="how many there are; each reads its own part")

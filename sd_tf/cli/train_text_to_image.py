@@ -6,10 +6,12 @@ from sd_tf.cli.arguments import Switch, report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
     add_hosts,
+    add_lora,
     add_pictures,
     add_run,
     add_settings,
     picture_size,
+    read_lora,
     read_settings,
     use_backend,
     world_count,
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
     parser.add_argument("--caption_dropout", type=float, default=0.1)
     parser.add_argument("--min_snr", action=Switch, default=True, help="weight losses by min-SNR")
+    add_lora(parser)
     add_hosts(parser)
     add_settings(parser)
 
@@ -35,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     host = use_backend(options)
     from sd_tf.training import data, finetune
 
+    settings, lora = read_settings(options), read_lora(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
     count = world_count(options)
@@ -54,13 +58,14 @@ def run(options: argparse.Namespace) -> int:
     finetune.finetune(
         checkpoint,
         source,
-        read_settings(options),
+        settings,
         finetune.FinetuneOptions(
             options.train_text_encoder,
             options.caption_dropout,
             finetune.FinetuneOptions.min_snr if options.min_snr else None,
             options.first_timestep,
             options.save_dtype,
+            lora,
         ),
         options.folder,
         report,

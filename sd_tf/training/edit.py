@@ -1,6 +1,5 @@
 """InstructPix2Pix training: teach a checkpoint to follow instructions, from pairs of pictures."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from sd_tf.training.batches import (
 )
 from sd_tf.training.hosts import ALONE, by_itself, this_host
 from sd_tf.training.latents import posteriors, write_parts
+from sd_tf.training.lora import LoraOptions, adapt, recorded
 from sd_tf.training.losses import Denoising, Editing, freeze, recomputed
 from sd_tf.training.origin import Record, check_cache, mark_cache, of_checkpoint
 from sd_tf.training.pairs import Pairs
@@ -51,12 +51,11 @@ class EditOptions:
     train_text_encoder: bool = False
     first_timestep: int = 0  # train only noise levels from this one on
     save_dtype: str | None = None
+    lora: LoraOptions | None = None  # train an adapter, not the weights
 
     def record(self) -> Record:
         """Return the options that a resumed run must repeat, by name."""
-        every = dataclasses.asdict(self)
-        del every["save_dtype"]
-        return every
+        return recorded(self)
 
     def check(self) -> "EditOptions":
         """Raise if a value is out of range; return self."""
@@ -234,6 +233,12 @@ def prepare(
     options.check()
     host = this_host()
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
+    if options.lora is not None and checkpoint.config.latent_inputs != "image":
+        raise TrainingError(
+            "An adapter is trained on a checkpoint that edits already: it has no part in the "
+            "layer that takes the picture. Leave `lora_rank` out, or begin with an InstructPix2Pix "
+            f"checkpoint. Received: {family_of(checkpoint.config)}"
+        )
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
     _check_family(config)
@@ -259,7 +264,12 @@ def prepare(
     denoising = Denoising(unet, None if has_states else text_encoder, config.schedule, min_snr=None)
     loss = Editing(denoising, None if options.precompute else vae, config.autoencoder.latent_scale)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    return TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
+    trained = {"unet": unet}
+    if options.train_text_encoder:
+        trained["text_encoder"] = text_encoder
+    loss, lora = adapt(loss, trained, options.lora, settings.seed)
+    begun |= options.record()
+    return TrainingTask(checkpoint.name, config, tokenizer, models, loss, batches, begun, lora)
 
 
 def train(

@@ -1,6 +1,5 @@
 """Fine-tune a text-to-image checkpoint on captioned pictures."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from sd_tf.training.batches import LatentBatches
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
 from sd_tf.training.latents import CACHE, cached_latents
+from sd_tf.training.lora import LoraOptions, adapt, recorded
 from sd_tf.training.losses import Denoising, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.settings import Settings, TrainingError
@@ -30,12 +30,11 @@ class FinetuneOptions:
     min_snr: float | None = 5.0  # bound of the loss's weights; None: equal weights
     first_timestep: int = 0  # train only noise levels from this one on
     save_dtype: str | None = None  # None: the variables' dtype, float32
+    lora: LoraOptions | None = None  # train an adapter, not the weights
 
     def record(self) -> Record:
         """Return the options that a resumed run must repeat, by name."""
-        every = dataclasses.asdict(self)
-        del every["save_dtype"]
-        return every
+        return recorded(self)
 
 
 def finetune(
@@ -84,7 +83,20 @@ def finetune(
         )
         loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
         models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-        task = TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
+        trained = {"unet": unet}
+        if options.train_text_encoder:
+            trained["text_encoder"] = text_encoder
+        loss, lora = adapt(loss, trained, options.lora, settings.seed)
+        task = TrainingTask(
+            checkpoint.name,
+            config,
+            tokenizer,
+            models,
+            loss,
+            batches,
+            {**options.record(), **begun},
+            lora,
+        )
         prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
 
         def sample(step):

@@ -1,5 +1,6 @@
 """Losses: each maps a batch, which holds all random numbers, to a loss and figures to report."""
 
+import contextvars
 from collections.abc import Sequence
 
 import keras
@@ -155,5 +156,15 @@ def recomputed(unet: keras.layers.Layer) -> keras.layers.Layer:
     """
     for layer in unet._flatten_layers():
         if isinstance(layer, ResnetBlock | SpatialTransformer):
-            layer.call = keras.remat(layer.call)
+            layer.call = _again_for_gradients(layer.call)
     return unet
+
+
+def _again_for_gradients(call):
+    """Recompute `call` for the gradients, in the context of its call: with the same branches."""
+
+    def run(*inputs):
+        context = contextvars.copy_context()
+        return keras.remat(lambda *inputs: context.run(call, *inputs))(*inputs)
+
+    return run

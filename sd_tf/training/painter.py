@@ -11,6 +11,7 @@ from sd_tf.components.build import component
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.components.guidance import EDITED, IMAGE_SCALE, SCALE
 from sd_tf.config import PipelineConfig
+from sd_tf.models.branches import Branches, branches
 from sd_tf.runtime.pictures import to_model
 from sd_tf.tokenizer.clip import ClipTokenizer
 
@@ -23,8 +24,11 @@ class Painter:
         config: PipelineConfig,
         models: Mapping[str, keras.layers.Layer],
         tokenizer: ClipTokenizer,
+        adapted: Branches | None = None,
     ):
+        """Draw with the models; `adapted` are the branches of an adapter in training."""
         self.config, self.models, self.tokenizer = config, models, tokenizer
+        self.adapted = {} if adapted is None else adapted
 
     def draw(
         self,
@@ -53,6 +57,10 @@ class Painter:
         return self._pictures(instructions, num_steps, scales, height, width, pictures)
 
     def _pictures(self, prompts, num_steps, scales, height, width, edited=None) -> np.ndarray:
+        with branches(self.adapted):
+            return self._drawn(prompts, num_steps, scales, height, width, edited)
+
+    def _drawn(self, prompts, num_steps, scales, height, width, edited) -> np.ndarray:
         fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
         geometry = geometry_of(self.config, fixed)
 

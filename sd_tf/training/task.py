@@ -10,6 +10,7 @@ from sd_tf.config import PipelineConfig
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training.batches import Batch
 from sd_tf.training.hosts import this_host
+from sd_tf.training.lora import FILE, Lora, branches_of
 from sd_tf.training.origin import Record
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Settings
@@ -24,18 +25,23 @@ def has_further_conditions(config: PipelineConfig) -> bool:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch."""
+    """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch.
 
+    With `lora`, the adapter alone is trained and saved.
+    """
+
+    base: str  # the name of the checkpoint that is trained
     config: PipelineConfig
     tokenizer: ClipTokenizer
     models: dict[str, keras.layers.Layer]
     loss: keras.layers.Layer
     batches: Callable[[int], Batch]
     depends_on: Record  # what the run depends on, beside the settings
+    lora: Lora | None = None
 
     @property
     def painter(self) -> Painter:
-        return Painter(self.config, self.models, self.tokenizer)
+        return Painter(self.config, self.models, self.tokenizer, branches_of(self.lora))
 
     def run(
         self,
@@ -45,12 +51,17 @@ class TrainingTask:
         report: Callable[[str], None],
         sample: Callable[[int], None],
     ) -> Path:
-        """Train, then save all models as a checkpoint in `folder`; return the checkpoint's path."""
+        """Train, then save a checkpoint of all models, or the adapter, in `folder`; return it."""
         given = (self.loss, self.batches, settings, folder, report, sample)
         Run(*given, depends_on=self.depends_on).train()
-        target = folder / "checkpoint"
-        if this_host().is_first:
+        target = folder / ("checkpoint" if self.lora is None else FILE)
+        if not this_host().is_first:
+            return target
+        if self.lora is None:
             tokenizers = {"text_encoder": self.tokenizer}
             save_folder(target, self.config, self.models, tokenizers, save_dtype)
-            report(f"saved {target}")
+        else:
+            weights = self.depends_on["checkpoint"]["weights"]
+            self.lora.save(target, save_dtype, self.base, weights)
+        report(f"saved {target}")
         return target
