@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 
 from sd_tf.cli.main import main
 from sd_tf.models.branches import branches
-from sd_tf.training.lora import FILE, Adapted, Lora, LoraOptions
+from sd_tf.training.lora import FILE, Adapted, Lora
 from sd_tf.training.losses import Denoising, recomputed
-from sd_tf.training.settings import Averaging, Settings
+from sd_tf.training.settings import Averaging, LoraOptions, Settings
 from sd_tf.training.step import compiled_step
 from sd_tf.training.trainer import optimizer_for, states
 from sd_tf.weights import open_checkpoint
@@ -71,7 +71,7 @@ def test_losses_equal_pefts():
     lora = Lora(models, LoraOptions(rank=4, alpha=2.0, conv=True), seed=0)
     recomputed(models["unet"])
     schedule = checkpoint.config.schedule
-    loss = Adapted(Denoising(models["unet"], models["text_encoder"], schedule, None), lora)
+    loss = Adapted(Denoising(models["unet"], [models["text_encoder"]], schedule, None), lora)
     assert [v.path for v in loss.trainable_variables] == [v.path for v in lora.variables]
     optimizer = optimizer_for(SETTINGS, loss.trainable_variables)
     update = compiled_step(loss, optimizer, None, SETTINGS)

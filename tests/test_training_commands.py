@@ -216,7 +216,7 @@ def test_text_to_image_on_several_hosts(tmp_path):
         return {name: np.concatenate([value, other[name]]) for name, value in one.items()}
 
     text_encoder = freeze(checkpoint.build("text_encoder"))
-    loss = Denoising(unet, text_encoder, config.schedule)
+    loss = Denoising(unet, [text_encoder], config.schedule)
     Run(loss, batches, settings, tmp_path / "one", lambda text: None).train()
     before = checkpoint.tensors("unet")
     found = open_checkpoint(both / "checkpoint").tensors("unet")
@@ -228,9 +228,11 @@ def test_text_to_image_on_several_hosts(tmp_path):
 
 
 def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
-    _, folder = small_pipelines("sdxl-base")
+    _, folder = small_pipelines("sdxl-refiner")
     assert tune(folder, "world:4") == 1
-    assert "with one text encoder and no further inputs" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "takes a checkpoint of SD1, SD2 or SDXL base" in error
+    assert "Received: sdxl-refiner" in error
     assert tune(folder, "world:0") == 1
     assert (
         "an example or more for each host. Received: world:0 for 1 host" in capsys.readouterr().err

@@ -9,7 +9,13 @@ from sd_tf.cli.arguments import Switch
 from sd_tf.cli.options import OPENING
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import PipelineConfig
-from sd_tf.training.settings import PRECISIONS, Averaging, Settings, TrainingError
+from sd_tf.training.settings import (
+    PRECISIONS,
+    Averaging,
+    LoraOptions,
+    Settings,
+    TrainingError,
+)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +56,8 @@ def add_lora(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_lora(options: argparse.Namespace):
+def read_lora(options: argparse.Namespace) -> LoraOptions | None:
     """Return the options of the adapter to train, or None where all weights are trained."""
-    from sd_tf.training.lora import LoraOptions
-
     if options.lora_rank is None:
         if options.lora_alpha is not None or options.lora_conv:
             raise TrainingError("--lora_alpha and --lora_conv go with --lora_rank.")

@@ -22,13 +22,13 @@ from sd_tf.training.batches import (
 )
 from sd_tf.training.hosts import ALONE, by_itself, this_host
 from sd_tf.training.latents import posteriors, write_parts
-from sd_tf.training.lora import LoraOptions, adapt, recorded
+from sd_tf.training.lora import adapt, recorded
 from sd_tf.training.losses import Denoising, Editing, freeze, recomputed
 from sd_tf.training.origin import Record, check_cache, mark_cache, of_checkpoint
 from sd_tf.training.pairs import Pairs
 from sd_tf.training.picture_input import with_picture_input
-from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.task import TrainingTask, has_further_conditions
+from sd_tf.training.settings import LoraOptions, Settings, TrainingError
+from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
@@ -261,7 +261,8 @@ def prepare(
     unet = checkpoint.build("unet", settings.precision)
     if settings.gradient_checkpointing:
         recomputed(unet)
-    denoising = Denoising(unet, None if has_states else text_encoder, config.schedule, min_snr=None)
+    encoders = [] if has_states else [text_encoder]
+    denoising = Denoising(unet, encoders, config.schedule, min_snr=None)
     loss = Editing(denoising, None if options.precompute else vae, config.autoencoder.latent_scale)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
     trained = {"unet": unet}
@@ -269,7 +270,8 @@ def prepare(
         trained["text_encoder"] = text_encoder
     loss, lora = adapt(loss, trained, options.lora, settings.seed)
     begun |= options.record()
-    return TrainingTask(checkpoint.name, config, tokenizer, models, loss, batches, begun, lora)
+    tokenizers = {"text_encoder": tokenizer}
+    return TrainingTask(checkpoint.name, config, tokenizers, models, loss, batches, begun, lora)
 
 
 def train(
@@ -296,7 +298,7 @@ def train(
 
 
 def _check_family(config: PipelineConfig) -> None:
-    if has_further_conditions(config):
+    if config.denoiser.added is not None or config.denoiser.guidance_embed_dim is not None:
         raise TrainingError(
             f"Training to edit needs a checkpoint with one text encoder (SD1, SD2, but no LCM). "
             f"Received: {family_of(config)}"

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_tf.config import family_of
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import LatentBatches
+from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
 from sd_tf.training.latents import CACHE, cached_latents
-from sd_tf.training.lora import LoraOptions, adapt, recorded
-from sd_tf.training.losses import Denoising, recomputed
+from sd_tf.training.lora import adapt, recorded
+from sd_tf.training.losses import Denoising, freeze_unused, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
-from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.task import TrainingTask, has_further_conditions
+from sd_tf.training.settings import LoraOptions, Settings
+from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
@@ -50,48 +50,46 @@ def finetune(
     On several hosts, `source` is this host's part of the data.
     """
     config, host = checkpoint.config, this_host()
-    if has_further_conditions(config) or config.latent_inputs != "none":
-        raise TrainingError(
-            f"Text-to-image training needs a checkpoint with one text encoder and no further "
-            f"inputs (SD1, SD2, but no LCM). Received: {family_of(config)}"
-        )
+    check_trainable(config)
     with alone_in(folder):
         begun = {
             "checkpoint": of_checkpoint(checkpoint),
             "data": source.record(),
             "hosts": host.count,
         }
+        cache = folder / host.named(CACHE)
         with by_itself():
             vae = checkpoint.build("vae")
-            cache = folder / host.named(CACHE)
             latents = cached_latents(vae, source, cache, begun, report)
         unet = checkpoint.build("unet", settings.precision)
         if settings.gradient_checkpointing:
             recomputed(unet)
-        text_encoder = checkpoint.build("text_encoder", settings.precision)
-        text_encoder.trainable = options.train_text_encoder
-        tokenizer = checkpoint.tokenizer()
+        encoders = {
+            name: checkpoint.build(name, settings.precision) for name in config.text_encoders
+        }
+        for encoder in encoders.values():
+            encoder.trainable = options.train_text_encoder
+            freeze_unused(encoder)
+        tokenizers = {name: checkpoint.tokenizer(name) for name in encoders}
         batches = LatentBatches(
             source,
             settings,
             latents,
             config,
-            tokenizer,
+            tokenize_for(tokenizers),
             options.caption_dropout,
             options.first_timestep,
             host,
+            time_ids(config, source, cache),
         )
-        loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
-        models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-        trained = {"unet": unet}
-        if options.train_text_encoder:
-            trained["text_encoder"] = text_encoder
+        loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
+        trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
         loss, lora = adapt(loss, trained, options.lora, settings.seed)
         task = TrainingTask(
             checkpoint.name,
             config,
-            tokenizer,
-            models,
+            tokenizers,
+            {**encoders, "unet": unet, "vae": vae},
             loss,
             batches,
             {**options.record(), **begun},

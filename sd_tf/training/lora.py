@@ -8,7 +8,6 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import keras
@@ -18,54 +17,12 @@ from sd_tf.files import atomic
 from sd_tf.models.branches import Branch, Branches, branches
 from sd_tf.models.layers import Block
 from sd_tf.training.origin import Record
-from sd_tf.training.settings import TrainingError
+from sd_tf.training.settings import LoraOptions
 from sd_tf.weights import layout
 from sd_tf.weights.tensors import save_safetensors
 
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
-# The ends of the names of the layers that get a branch: all linear layers of the transformers, and
-# 1×1 convolutions where they stand for one, as in kohya's scripts.
-UNET = (
-    *("to_q", "to_k", "to_v", "to_out.0"),
-    *("ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
-)
-TEXT_ENCODER = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-# With `conv`, those of resnets and samplers, too, as LoCon has them.
-UNET_CONV = (
-    *("conv1", "conv2", "conv_shortcut", "time_emb_proj"),
-    *("downsamplers.0.conv", "upsamplers.0.conv"),
-)
-
-
-@dataclass(frozen=True)
-class LoraOptions:
-    """The options of an adapter. A branch is multiplied by alpha / rank."""
-
-    rank: int
-    alpha: float | None = None  # None: the rank
-    conv: bool = False  # the UNet's resnets and samplers get branches, too
-
-    @property
-    def scale(self) -> float:
-        return 1.0 if self.alpha is None else self.alpha / self.rank
-
-    def check(self) -> "LoraOptions":
-        """Raise if a value is out of range; return self."""
-        if self.rank < 1:
-            raise TrainingError(f"`lora_rank` must be at least 1. Received: {self.rank}")
-        if self.alpha is not None and not self.alpha > 0:
-            raise TrainingError(f"`lora_alpha` must be above 0. Received: {self.alpha}")
-        return self
-
-    def record(self) -> Record:
-        return {f"lora_{name}": value for name, value in dataclasses.asdict(self).items()}
-
-    def targets(self, component: str) -> tuple[str, ...]:
-        """Return the ends of the names of the component's layers that get a branch."""
-        if component.startswith("text_encoder"):
-            return TEXT_ENCODER
-        return UNET + UNET_CONV if self.conv else UNET
 
 
 class Lora:

@@ -9,6 +9,7 @@ import keras
 from sd_tf.config import PipelineConfig
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training.batches import Batch
+from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.hosts import this_host
 from sd_tf.training.lora import FILE, Lora, branches_of
 from sd_tf.training.origin import Record
@@ -16,11 +17,6 @@ from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Settings
 from sd_tf.training.trainer import Run
 from sd_tf.weights import save_folder
-
-
-def has_further_conditions(config: PipelineConfig) -> bool:
-    """Tell whether the denoiser takes more than a timestep and one text: SDXL's and LCM's do."""
-    return config.denoiser.added is not None or config.denoiser.guidance_embed_dim is not None
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class TrainingTask:
 
     base: str  # the name of the checkpoint that is trained
     config: PipelineConfig
-    tokenizer: ClipTokenizer
+    tokenizers: dict[str, ClipTokenizer]  # by text encoder
     models: dict[str, keras.layers.Layer]
     loss: keras.layers.Layer
     batches: Callable[[int], Batch]
@@ -41,7 +37,8 @@ class TrainingTask:
 
     @property
     def painter(self) -> Painter:
-        return Painter(self.config, self.models, self.tokenizer, branches_of(self.lora))
+        tokenize = tokenize_for(self.tokenizers)
+        return Painter(self.config, self.models, tokenize, branches_of(self.lora))
 
     def run(
         self,
@@ -58,8 +55,7 @@ class TrainingTask:
         if not this_host().is_first:
             return target
         if self.lora is None:
-            tokenizers = {"text_encoder": self.tokenizer}
-            save_folder(target, self.config, self.models, tokenizers, save_dtype)
+            save_folder(target, self.config, self.models, self.tokenizers, save_dtype)
         else:
             weights = self.depends_on["checkpoint"]["weights"]
             self.lora.save(target, save_dtype, self.base, weights)
