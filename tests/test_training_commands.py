@@ -173,6 +173,15 @@ def test_text_to_image(tmp_path, captioned, capsys):
     assert same("text_encoder", "text_model.final_layer_norm.weight")  # not trained by default
     assert not same("unet", "conv_in.weight")
 
+    with_prior = ("--prior_data", "world:4", "--on_error", "skip", "--nojit_compile")
+    assert tune(folder, captioned, *with_prior, "--out", str(tmp_path / "prior")) == 0
+    assert "encoding 4 pictures" in capsys.readouterr().out
+    assert tune(folder, captioned, *with_prior, "--out", str(run)) == 1
+    error = capsys.readouterr().err
+    assert "`prior_data.count` was null, is 4" in error and "--prior_weight was null" in error
+    assert tune(folder, captioned, "--prior_weight", "-1", "--on_error", "skip") == 1
+    assert "--prior_weight must not be below 0. Received: -1.0" in capsys.readouterr().err
+
     def refused(data, *more, checkpoint=folder):
         """The run is not continued with anything else."""
         assert tune(checkpoint, data, *more, "--out", str(run), "--on_error", "skip") == 1

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     options.lora = read_lora(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
-    count = world_count(options)
+    count = world_count(options, options.data)
     if count is None:
         pairs = open_pairs(options.data, options.on_error, host, report)
     else:

@@ -138,15 +138,15 @@ def picture_size(options: argparse.Namespace, config: PipelineConfig) -> int:
     return size
 
 
-def world_count(options: argparse.Namespace) -> int | None:
-    """Return N of --data world:N, or None where the data is something else."""
-    kind, _, number = options.data.partition(":")
+def world_count(options: argparse.Namespace, data: str) -> int | None:
+    """Return N of data that is world:N, or None where it is something else."""
+    kind, _, number = data.partition(":")
     if kind != "world" or not number.isdecimal():
         return None
     count, hosts = int(number), options.hosts or 1
     if count < hosts:
         raise TrainingError(
-            f"world:COUNT has an example or more for each host. Received: {options.data} for "
+            f"world:COUNT has an example or more for each host. Received: {data} for "
             f"{hosts} host{'s' if hosts > 1 else ''}"
         )
     return count

@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
     parser.add_argument("--caption_dropout", type=float, default=0.1)
     parser.add_argument("--min_snr", action=Switch, default=True, help="weight losses by min-SNR")
+    parser.add_argument(
+        "--prior_data",
+        help="pictures of the same class, like --data, of which nothing is to be forgotten",
+    )
+    parser.add_argument(
+        "--prior_weight", type=float, default=1.0, help="of the loss of --prior_data"
+    )
     add_lora(parser)
     add_hosts(parser)
     add_settings(parser)
@@ -41,20 +48,26 @@ def run(options: argparse.Namespace) -> int:
     settings, lora = read_settings(options), read_lora(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
-    count = world_count(options)
-    if count is not None:
-        source = data.World(count, size, host=host)
-    else:
+
+    def opened_data(path, checked):
+        count = world_count(options, path)
+        if count is not None:
+            return data.World(count, size, host=host)
         columns = {
             name: getattr(options, name)
             for name in ("caption_column", "image_column")
             if getattr(options, name) is not None
         }
-        checked = options.folder / f"{host.named('bad_rows')}.json"
-        source = data.open_source(options.data, size, options.on_error, host, checked, **columns)
+        checked = options.folder / f"{host.named(checked)}.json"
+        source = data.open_source(path, size, options.on_error, host, checked, **columns)
         for line in source.skipped:
             report(f"skipped {line}")
         report(f"{len(source)} examples, {len(source.skipped)} skipped")
+        return source
+
+    source, prior = opened_data(options.data, "bad_rows"), None
+    if options.prior_data is not None:
+        prior = opened_data(options.prior_data, "prior_bad_rows")
     finetune.finetune(
         checkpoint,
         source,
@@ -66,8 +79,10 @@ def run(options: argparse.Namespace) -> int:
             options.first_timestep,
             options.save_dtype,
             lora,
+            options.prior_weight,
         ),
         options.folder,
         report,
+        prior,
     )
     return 0

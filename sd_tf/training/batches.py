@@ -108,6 +108,24 @@ class LatentBatches(Batches):
         return batch
 
 
+class PriorBatches:
+    """Batches of examples, followed by as many of their class, whose losses have a weight.
+
+    The loss is that of the examples plus `weight` times that of their class (DreamBooth).
+    """
+
+    def __init__(self, examples: Batches, of_class: Batches, weight: float):
+        self.examples, self.of_class, self.weight = examples, of_class, weight
+
+    def __call__(self, step: int) -> Batch:
+        examples, of_class = self.examples(step), self.of_class(step)
+        batch = {name: np.concatenate([x, of_class[name]]) for name, x in examples.items()}
+        # The mean over both halves, times two, is the sum of their means.
+        count = len(examples["timesteps"])
+        batch["weights"] = np.repeat(np.array([2.0, 2.0 * self.weight], "float32"), count)
+        return batch
+
+
 class ReadingBatches(Batches):
     """Batches for the text encoder: tokens of the epoch's captions, and the scenes' answers."""
 

@@ -1,11 +1,11 @@
 """Fine-tune a text-to-image checkpoint on captioned pictures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sd_tf.runtime.pictures import contact_sheet
-from sd_tf.training.batches import LatentBatches
+from sd_tf.training.batches import LatentBatches, PriorBatches
 from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
@@ -13,12 +13,13 @@ from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.lora import adapt, recorded
 from sd_tf.training.losses import Denoising, freeze_unused, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
-from sd_tf.training.settings import LoraOptions, Settings
+from sd_tf.training.settings import LoraOptions, Settings, TrainingError
 from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
 SAMPLES = 9
+PRIOR_CACHE, PRIOR_SEED = "prior_latents", 2**20
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,21 @@ class FinetuneOptions:
     first_timestep: int = 0  # train only noise levels from this one on
     save_dtype: str | None = None  # None: the variables' dtype, float32
     lora: LoraOptions | None = None  # train an adapter, not the weights
+    prior_weight: float = 1.0  # of the loss of a prior's pictures
+
+    def check(self) -> "FinetuneOptions":
+        """Raise if a value is out of range; return self."""
+        if not self.prior_weight >= 0:
+            raise TrainingError(
+                f"`prior_weight` must not be below 0. Received: {self.prior_weight}"
+            )
+        return self
 
     def record(self) -> Record:
         """Return the options that a resumed run must repeat, by name."""
-        return recorded(self)
+        every = recorded(self)
+        del every["prior_weight"]  # part of the run where there is a prior
+        return every
 
 
 def finetune(
@@ -44,23 +56,29 @@ def finetune(
     options: FinetuneOptions,
     folder: Path,
     report: Callable[[str], None] = print,
+    prior: Source | None = None,
 ) -> Path:
-    """Train the UNet, and the text encoder if asked for; return the new checkpoint's folder.
+    """Train the UNet, and the text encoders if asked for; return the new checkpoint's folder.
 
-    On several hosts, `source` is this host's part of the data.
+    With options for an adapter, train that, and return its file.
+
+    Args:
+        source: the data; on several hosts, this host's part of it.
+        prior: pictures of the same class, of which the model is to forget nothing.
     """
     config, host = checkpoint.config, this_host()
     check_trainable(config)
+    options.check()
     with alone_in(folder):
         begun = {
             "checkpoint": of_checkpoint(checkpoint),
             "data": source.record(),
             "hosts": host.count,
         }
-        cache = folder / host.named(CACHE)
+        if prior is not None:
+            begun["prior_data"] = prior.record()
         with by_itself():
             vae = checkpoint.build("vae")
-            latents = cached_latents(vae, source, cache, begun, report)
         unet = checkpoint.build("unet", settings.precision)
         if settings.gradient_checkpointing:
             recomputed(unet)
@@ -71,17 +89,32 @@ def finetune(
             encoder.trainable = options.train_text_encoder
             freeze_unused(encoder)
         tokenizers = {name: checkpoint.tokenizer(name) for name in encoders}
-        batches = LatentBatches(
-            source,
-            settings,
-            latents,
-            config,
-            tokenize_for(tokenizers),
-            options.caption_dropout,
-            options.first_timestep,
-            host,
-            time_ids(config, source, cache),
-        )
+
+        def batches_of(pictures, cache, settings):
+            cache = folder / host.named(cache)
+            with by_itself():
+                latents = cached_latents(vae, pictures, cache, begun, report)
+            return LatentBatches(
+                pictures,
+                settings,
+                latents,
+                config,
+                tokenize_for(tokenizers),
+                options.caption_dropout,
+                options.first_timestep,
+                host,
+                time_ids(config, pictures, cache),
+            )
+
+        batches = batches_of(source, CACHE, settings)
+        if prior is not None:
+            others = replace(settings, seed=settings.seed + PRIOR_SEED)
+            batches = PriorBatches(
+                batches, batches_of(prior, PRIOR_CACHE, others), options.prior_weight
+            )
+        record = {**options.record(), **begun}
+        if prior is not None:
+            record["prior_weight"] = options.prior_weight
         loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
         trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
         loss, lora = adapt(loss, trained, options.lora, settings.seed)
@@ -92,7 +125,7 @@ def finetune(
             {**encoders, "unet": unet, "vae": vae},
             loss,
             batches,
-            {**options.record(), **begun},
+            record,
             lora,
         )
         prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]

@@ -67,7 +67,7 @@ class Denoising(Block):
         batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or (B, encoders, 77),
         or else context (B, 77, D) and SDXL's pooled (B, P). Optionally: beside (B, h, w, C'), which
         the denoiser gets beside the noisy latents; time_ids (B, 6); has_text (B,), 1.0, or 0.0 to
-        give zeros for the text.
+        give zeros for the text; weights (B,), factors of the examples' losses.
         """
         timesteps = batch["timesteps"]
 
@@ -84,7 +84,10 @@ class Denoising(Block):
         if self.prediction == "v_prediction":
             target = alpha * noise - sigma * latents
         squared = ops.square(output - target)
-        loss = ops.mean(at(self.weight) * squared)
+        weight = at(self.weight)
+        if "weights" in batch:
+            weight = weight * ops.reshape(batch["weights"], (-1, 1, 1, 1))
+        loss = ops.mean(weight * squared)
         return loss, {"loss": loss, "mse": ops.mean(squared)}
 
     def conditions(self, batch):
