@@ -65,6 +65,7 @@ EXPORTING = (
     *("--disable_rewrites=a,b", "--components=decoder,text_encoder", "--verify=off"),
     *("--batch_sizes=1,4", "--sizes=64x64,64x96", "--prompt_chunks=2", "--text_to_image"),
     *("--overwrite", "--family=sd2-v", "--variant=fp16", "--revision=main", "--noema"),
+    *("--embedding=<a>=a.safetensors", "--embeddings=b.safetensors"),
 )
 MEASURING = (
     *("--export_dir=a", "--jit_compile", "--nokerascv", "--all", "--random_weights"),

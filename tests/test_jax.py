@@ -400,6 +400,7 @@ SLICE = ["--sweep", "--topology", "v5e:2x2"]
         ([*SLICE, "--num_steps", "101"], "--num_steps is 1…100. Received: 101"),
         ([*SLICE, "--num_steps", "0"], "--num_steps is 1…100. Received: 0"),
         (["--sweep", "--ema"], "--ema is for a checkpoint: give --checkpoint."),
+        (["--sweep", "--embedding", "x"], "--embedding is for a checkpoint: give --checkpoint."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

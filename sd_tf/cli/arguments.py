@@ -28,6 +28,18 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, option_string not in self.opposites)
 
 
+class Append(argparse.Action):
+    """A flag that may be given several times, for a tuple of all its values."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+
+
+def repeated(text: str) -> str:
+    """Parse one value of a flag that may be given several times."""
+    return text
+
+
 def add_export_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export_dir", required=True, help="what `sd-tf export` wrote")
 

@@ -104,7 +104,7 @@ def _check_estimate(options, schedule: ScheduleConfig) -> None:
 def _checkpoint(options) -> Checkpoint:
     if options.checkpoint is not None:
         return opened(options, options.checkpoint)
-    for name in ("scheduler", "variant", "revision", "ema"):
+    for name in ("scheduler", "variant", "revision", "ema", "embeddings"):
         if getattr(options, name):
             raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
     if options.family is None:

@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from sd_tf.bench.plan import DEFAULT_PROMPT
-from sd_tf.cli.arguments import Switch, names, sizes, whole_numbers
+from sd_tf.cli.arguments import Append, Switch, names, repeated, sizes, whole_numbers
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
@@ -34,7 +34,8 @@ class Option:
     name: str
     default: Any
     help: str
-    kind: Callable[[str], Any] = str  # one of LISTS: values with commas between them
+    # One of LISTS: values with commas between them; `repeated`: a flag for each value.
+    kind: Callable[[str], Any] = str
     choices: Sequence[str] | None = None
     spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
 
@@ -50,6 +51,14 @@ OPENING = (
         "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
     ),
     *WEIGHTS,
+    Option(
+        "embeddings",
+        (),
+        "Textual inversion: a .safetensors file with a token, or TOKEN=FILE to choose the token. "
+        "Repeatable.",
+        repeated,
+        spelling="embedding",
+    ),
 )
 
 SEVERAL = (
@@ -200,6 +209,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option]) ->
         kind = {"action": Switch} if option.kind is bool else {"type": option.kind}
         if option.kind in LISTS:
             kind = {"type": option.kind, "metavar": LISTS[option.kind]}
+        if option.kind is repeated:
+            kind = {"action": Append, "metavar": (option.spelling or option.name).upper()}
         if option.choices is not None:
             kind = {"choices": option.choices}
         parser.add_argument(
@@ -213,6 +224,8 @@ def define_flags(options: Sequence[Option], values: flags.FlagValues = flags.FLA
         given = option.name, option.default
         if option.choices is not None:
             flags.DEFINE_enum(*given, list(option.choices), option.help, values)
+        elif option.kind is repeated:
+            flags.DEFINE_multi_string(*given, option.help, flag_values=values)
         elif option.kind in LISTS:
             flags.DEFINE(ListParser(option.kind), *given, option.help, values)
         else:
@@ -231,7 +244,11 @@ def parsed_flags(
     options: Sequence[Option], values: flags.FlagValues = flags.FLAGS
 ) -> argparse.Namespace:
     """Return the values that absl parsed, as argparse would."""
-    return argparse.Namespace(**{option.name: values[option.name].value for option in options})
+    found = {option.name: values[option.name].value for option in options}
+    several = {
+        option.name: tuple(found[option.name]) for option in options if option.kind is repeated
+    }
+    return argparse.Namespace(**found | several)
 
 
 class ListParser(flags.ArgumentParser):

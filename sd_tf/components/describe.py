@@ -76,6 +76,26 @@ def origins(
                 for part in checkpoint.readers
                 if hashed and serves(name, part)
             },
+            **_embeddings(checkpoint, name, hashed),
         }
         for name in names
+    }
+
+
+def _embeddings(checkpoint: Checkpoint, component: str, hashed: bool) -> dict[str, Any]:
+    """Return the embeddings that a component was made with, if there are any."""
+    if not checkpoint.embeddings or not serves(
+        component, next(iter(checkpoint.config.text_encoders))
+    ):
+        return {}
+    return {
+        "embeddings": [
+            {
+                "token": embedding.token,
+                "vectors": embedding.count,
+                "file": embedding.file.name,
+                **({"sha256": file_hash(embedding.file)} if hashed else {}),
+            }
+            for embedding in checkpoint.embeddings
+        ]
     }

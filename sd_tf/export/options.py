@@ -29,6 +29,12 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
         refuse(f"Components are {', '.join(COMPONENTS)}.", ", ".join(unknown))
     if not options.components:
         refuse(f"At least one component of {', '.join(COMPONENTS)} is exported.", "none")
+    if checkpoint.embeddings and "text_encoder" not in options.components:
+        refuse(
+            "Embeddings change the text_encoder, so they are exported with it: add it to the "
+            "components, or leave out the embeddings.",
+            ", ".join(options.components),
+        )
     if options.verify not in VERIFY:
         refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
     if options.target not in (None, *lowering.TARGETS):

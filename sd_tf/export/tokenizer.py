@@ -22,6 +22,7 @@ as composing accents, are in branches, and take no time otherwise.
 import tensorflow as tf
 
 from sd_tf.export.tokenizer_bpe import BytePairs
+from sd_tf.export.tokenizer_chunks import Expansion, divided
 from sd_tf.export.tokenizer_nfc import Normalizer
 from sd_tf.export.tokenizer_tables import (
     MISSING,
@@ -76,6 +77,7 @@ class GraphTokenizer(tf.Module):
         self.token_ids = tf.constant(tables.token_ids)
         self.words = hash_table([*tables.words, ""], [*tables.word_ids, MISSING], MISSING)
         self.byte_pairs = BytePairs(tables.byte_ids, tables.merges)
+        self.expansion = Expansion(tables.vectors) if tables.vectors else None
         # Traced once, however many signatures use it.
         spec = tf.TensorSpec([None], "string", "texts")
         self.tokenize = tf.function(self._tokenize, autograph=False).get_concrete_function(spec)
@@ -89,7 +91,14 @@ class GraphTokenizer(tf.Module):
             code, properties = self._find_tokens(self._decode(texts), RAW)
             code, properties = self._normalize(code, properties)
             words, row = self._split(code, properties)
-            return self._framed(*self._encode(words, row, tf.size(texts)))
+            ids, lengths = self._encode(words, row, tf.size(texts))
+            room = self.max_length - 2
+            if self.expansion is None:
+                chunks = divided(ids, lengths, room, self.chunks, self.pad_id)
+            else:
+                ids, lengths, vector = self.expansion(ids, lengths)
+                chunks = divided(ids, lengths, room, self.chunks, self.pad_id, vector)
+            return self._framed(*chunks)
 
     def _decode(self, texts):
         """Join the characters of all texts, each text ended by TEXT_END: (N,) → (T,)."""
@@ -196,16 +205,14 @@ class GraphTokenizer(tf.Module):
 
         return tf.cond(tf.reduce_any(is_split), split, lambda: (ids, lengths))
 
-    def _framed(self, ids, lengths):
-        """Put each chunk's ids between start and end token → (N, max_length · chunks)."""
-        room, width = self.max_length - 2, self.max_length * self.chunks
-        ragged = tf.RaggedTensor.from_row_lengths(ids, lengths, validate=False)
-        rows = ragged.to_tensor(self.pad_id, shape=[None, room * self.chunks])
-        count = tf.size(lengths)
-        rows = tf.reshape(rows, [count * self.chunks, room])
-        lengths = tf.reshape(lengths[:, None] - room * tf.range(self.chunks), [-1])
+    def _framed(self, rows, lengths):
+        """Put each chunk's ids between start and end token → (N, max_length · chunks).
+
+        Args:
+            rows: the chunks' ids and padding, (N · chunks, max_length - 2).
+            lengths: the number of each chunk's ids, (N · chunks,).
+        """
         start = tf.fill([tf.size(lengths), 1], self.start_id)
         rows = tf.concat([start, rows, tf.fill(tf.shape(start), self.pad_id)], 1)
-        end = tf.clip_by_value(lengths, 0, room) + 1
-        rows = tf.where(tf.range(self.max_length) == end[:, None], self.end_id, rows)
-        return tf.reshape(rows, [count, width])
+        rows = tf.where(tf.range(self.max_length) == lengths[:, None] + 1, self.end_id, rows)
+        return tf.reshape(rows, [-1, self.max_length * self.chunks])

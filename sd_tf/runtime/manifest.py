@@ -102,7 +102,7 @@ class ComponentRecord:
     target: str  # cpu | gpu | tpu
     rewrites: tuple[str, ...]  # of `models.lowering`, in the compiled signatures
     files: dict[str, dict[str, Any]]  # path below the export → size, and sha256 of the small ones
-    checkpoint: dict[str, Any]  # where its weights are from: name, format, sha256 of the files
+    checkpoint: dict[str, Any]  # where its weights are from: name, format, sha256, embeddings
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ which is therefore a special token and is recognised as such inside a prompt, to
 import gzip
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,8 +26,9 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from sd_tf.config import END_TOKEN, START_TOKEN
-from sd_tf.errors import SdTfError
 from sd_tf.files.objects import read_object
+from sd_tf.tokenizer.added import Piece, Vectors, add_tokens, expanded, vectors_of
+from sd_tf.tokenizer.errors import TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,6 @@ WORDS = (
 )
 
 
-class TokenizerError(SdTfError):
-    """Tokenizer files that are missing, or that do not describe a CLIP tokenizer."""
-
-
 @dataclass(frozen=True)
 class Encoding:
     """The ids of one text, at the fixed length, and the end of the text that was cut off."""
@@ -54,7 +51,10 @@ class Encoding:
 
 
 class ClipTokenizer:
-    """Turns texts into ids of a fixed length: start token, text, end token, padding."""
+    """Turns texts into ids of a fixed length: start token, text, end token, padding.
+
+    An added token of several vectors becomes the ids of all of them.
+    """
 
     def __init__(self, backend: Tokenizer, pad_token: str = END, max_length: int = 77):
         for token in (START, END, pad_token):
@@ -64,6 +64,7 @@ class ClipTokenizer:
         backend.no_padding()
         backend.add_special_tokens([START, END, pad_token])
         self._backend = backend
+        self._vectors = vectors_of(backend)
         self.pad_token = pad_token
         self.max_length = max_length
 
@@ -97,10 +98,26 @@ class ClipTokenizer:
         length = settings.get("model_max_length", 77)
         return cls(backend, pad, length if length <= 10_000 else 77)
 
+    def with_tokens(self, counts: Mapping[str, int]) -> "ClipTokenizer":
+        """Return a tokenizer with further tokens, each with its number of vectors.
+
+        Raises:
+            TokenizerError: a token has white space, is known already, or would be read as a vector
+                of another token.
+        """
+        backend = Tokenizer.from_str(self._backend.to_str())
+        add_tokens(backend, counts)
+        return ClipTokenizer(backend, self.pad_token, self.max_length)
+
     @property
     def backend(self) -> Tokenizer:
-        """The tokenizer of the `tokenizers` library that encodes the texts."""
+        """The tokenizer of the `tokenizers` library, which does not expand tokens to vectors."""
         return self._backend
+
+    @property
+    def vectors(self) -> Vectors:
+        """The added tokens of several vectors: the first one's id → the ids of all."""
+        return self._vectors
 
     @property
     def start_token_id(self) -> int:
@@ -119,14 +136,14 @@ class ClipTokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> Encoding:
-        """Encode one text; tokens beyond the fixed length are cut off before the end token."""
+        """Encode one text; ids beyond the fixed length are cut off before the end token."""
         if not isinstance(text, str):
             raise TypeError(f"A prompt must be a str. Received: {text!r}")
-        encoding = self._backend.encode(text)
-        ids, cut = encoding.ids, ""
+        pieces = self._pieces(text, add_special_tokens=True)
+        ids, cut = [piece.id for piece in pieces], ""
         if len(ids) > self.max_length:
             last = self.max_length - 1
-            cut = text[encoding.offsets[last][0] :]
+            cut = text[pieces[last].start :]
             ids = [*ids[:last], self.end_token_id]
         padding = [self.pad_token_id] * (self.max_length - len(ids))
         return Encoding((*ids, *padding), cut)
@@ -135,14 +152,17 @@ class ClipTokenizer:
         """Return a token's id; None: the vocabulary has no such token."""
         return self._backend.token_to_id(token)
 
-    def tokens(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text alone, however many, and where each token begins in it."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, [start for start, _ in encoding.offsets]
+    def tokens(self, text: str) -> list[Piece]:
+        """Return the ids of a text alone, however many, and where their tokens begin in it."""
+        return self._pieces(text, add_special_tokens=False)
+
+    def _pieces(self, text: str, add_special_tokens: bool) -> list[Piece]:
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return expanded(encoding.ids, [start for start, _ in encoding.offsets], self._vectors)
 
     def count(self, text: str) -> int:
-        """Count a text's tokens, those that are cut off included, start and end token not."""
-        return len(self.tokens(text)[0])
+        """Count a text's ids, those that are cut off included, start and end token not."""
+        return len(self.tokens(text))
 
     def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
         """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
@@ -157,7 +177,16 @@ class ClipTokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
-        self._backend.model.save(str(folder))  # vocab.json and merges.txt, for older readers
+        # vocab.json, merges.txt and added_tokens.json, for older readers
+        self._backend.model.save(str(folder))
+        in_vocabulary = self._backend.get_vocab(with_added_tokens=False)
+        added = {
+            token.content: index
+            for index, token in self._backend.get_added_tokens_decoder().items()
+            if token.content not in in_vocabulary
+        }
+        if added:
+            (folder / "added_tokens.json").write_text(json.dumps(added, indent=2))
         special = {
             "bos_token": START,
             "eos_token": END,

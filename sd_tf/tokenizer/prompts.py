@@ -49,6 +49,7 @@ class Token(NamedTuple):
     id: int
     weight: float
     start: int  # where it begins in the prompt without its brackets
+    vector: int = 0  # its place among the ids of an added token
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,9 @@ def _tokens(tokenizer: ClipTokenizer, parts: list[list[Run]]) -> list[list[Token
     for runs in parts:
         found.append([])
         for run in runs:
-            ids, offsets = tokenizer.tokens(run.text)
-            places = [start + offset for offset in offsets]
             found[-1] += [
-                Token(one, run.weight, place) for one, place in zip(ids, places, strict=True)
+                Token(piece.id, run.weight, start + piece.start, piece.vector)
+                for piece in tokenizer.tokens(run.text)
             ]
             start += len(run.text)
         start += len(BREAK)
@@ -174,7 +174,8 @@ def _divide(
     """Divide each part into chunks of at most `room` tokens, so that each begins a new one.
 
     Where a chunk ends, the tokens behind a comma shortly before move on into the next one, unless
-    there is none: `chunks` is the number that is kept.
+    there is none: `chunks` is the number that is kept. So do the vectors of one token that would
+    be divided.
     """
     filled = []
     for rest in parts:
@@ -194,4 +195,7 @@ def _end(tokens: list[Token], room: int, comma: int | None) -> int:
         for place in range(room - 1, max(room - 1 - NEAR_END, -1), -1):
             if tokens[place].id == comma:
                 return place + 1
+    if len(tokens) > room:
+        first = room - tokens[room].vector
+        return first if first > 0 else room  # a whole chunk does not hold its vectors
     return room

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from sd_tf.tokenizer.added import Vectors
 from sd_tf.tokenizer.characters import (
     CODE_POINTS,
     NUMBER,
@@ -96,6 +97,7 @@ class TokenizerTables:
     composition: Composition
     trie: Trie  # from RAW and NORMALIZED to a token's number, from PHRASE to SPLIT or WHOLE
     token_ids: np.ndarray  # (tokens,): the id of each token that is found in texts
+    vectors: Vectors  # the tokens of several vectors: the first one's id → the ids of all
     finds_normalized: bool  # whether some tokens are found in normalized texts
     words: list[str]  # the words that are one token each
     word_ids: np.ndarray  # (words,)
@@ -123,6 +125,7 @@ def tables_of(tokenizer: ClipTokenizer) -> TokenizerTables:
         composition=characters().composition,
         trie=_trie(texts),
         token_ids=token_ids,
+        vectors=tokenizer.vectors,
         finds_normalized=bool(normalized),
         words=words,
         word_ids=word_ids,

@@ -22,7 +22,7 @@ DIGITS = 16  # of a digest
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Record:
-    """Record a checkpoint's weights by component, and its configuration without the sampler."""
+    """Record a checkpoint's weights, embeddings, and its configuration without the sampler."""
     config = dataclasses.asdict(checkpoint.config)
     del config["schedule"]["sampler"]  # for drawing only
     files = {name: checkpoint.files(name) for name in checkpoint.config.components}
@@ -30,7 +30,10 @@ def of_checkpoint(checkpoint: Checkpoint) -> Record:
     weights = {  # KerasCV names no files
         name: [hashes[file] for file in found] or checkpoint.source for name, found in files.items()
     }
-    return {"weights": weights, "config": config}
+    embeddings = {
+        embedding.token: file_hash(embedding.file)[:DIGITS] for embedding in checkpoint.embeddings
+    }
+    return {"weights": weights, "config": config, "embeddings": embeddings}
 
 
 def of_files(files: Sequence[Path], root: Path) -> Record:

@@ -9,6 +9,7 @@ import keras
 from sd_tf.config import PipelineConfig
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import layout
+from sd_tf.weights.embeddings import Embedding
 from sd_tf.weights.tensors import CheckpointError, StoredTensor
 
 TensorReader = Callable[[], dict[str, StoredTensor]]
@@ -25,6 +26,7 @@ class Checkpoint:
     readers: dict[str, TensorReader]  # component → its tensors
     tokenizer_readers: dict[str, Callable[[], ClipTokenizer]] = field(default_factory=dict)
     paths: dict[str, list[Path]] | None = None  # component → its files; None: tensors name them
+    embeddings: tuple[Embedding, ...] = ()  # what was added to the tensors and tokenizers
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
         if component not in self.readers:

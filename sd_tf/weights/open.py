@@ -1,10 +1,12 @@
 """Open a checkpoint of any format: find out what the source is, and choose its reader."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from sd_tf.config import FAMILIES, SAMPLERS
+from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import MODEL_INDEX, open_folder
 from sd_tf.weights.single_file import open_file
@@ -28,6 +30,7 @@ def open_checkpoint(
     variant: str | None = None,
     revision: str | None = None,
     ema: bool = False,
+    embeddings: Sequence[str | Path] = (),
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
 
@@ -39,7 +42,21 @@ def open_checkpoint(
         variant: the set of weights in a folder or on the Hub: `fp16`, `non_ema`.
         revision: the branch, tag or commit on the Hub.
         ema: load a single file's averaged UNet weights.
+        embeddings: files of textual inversion, whose tokens are added. `TOKEN=FILE` is one that
+            is called TOKEN; without it, a token is called what its file calls it.
     """
+    checkpoint = _open(source, family, scheduler, variant, revision, ema)
+    return with_embeddings(checkpoint, embeddings) if embeddings else checkpoint
+
+
+def _open(
+    source: str | Path,
+    family: str | None,
+    scheduler: str | None,
+    variant: str | None,
+    revision: str | None,
+    ema: bool,
+) -> Checkpoint:
     for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
         if value is not None and value not in known:
             raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")
