@@ -16,6 +16,7 @@ from sd_tf.cli.train_run import (
     use_backend,
     world_count,
 )
+from sd_tf.training.settings import TrainingError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +37,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prior_weight", type=float, default=1.0, help="of the loss of --prior_data"
     )
+    parser.add_argument(
+        "--placeholder_token", help="train the vectors of this new token alone, such as '<cat>'"
+    )
+    parser.add_argument("--initializer_token", help="a known token, whose vector they begin with")
+    parser.add_argument("--num_vectors", type=int, default=1, help="of --placeholder_token")
     add_lora(parser)
     add_hosts(parser)
     add_settings(parser)
+
+
+def read_inversion(options: argparse.Namespace):
+    """Return the options of textual inversion, or None where weights are trained."""
+    from sd_tf.training.inversion import InversionOptions
+
+    token, first = options.placeholder_token, options.initializer_token
+    if (token is None) != (first is None) or (token is None and options.num_vectors != 1):
+        raise TrainingError(
+            "--placeholder_token and --initializer_token go together, and --num_vectors with them."
+        )
+    return None if token is None else InversionOptions(token, first, options.num_vectors)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.training import data, finetune
 
     settings, lora = read_settings(options), read_lora(options)
+    inversion = read_inversion(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
 
@@ -80,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
             options.save_dtype,
             lora,
             options.prior_weight,
+            inversion,
         ),
         options.folder,
         report,

@@ -9,6 +9,7 @@ from sd_tf.training.batches import LatentBatches, PriorBatches
 from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
+from sd_tf.training.inversion import Inversion, InversionOptions, with_placeholder
 from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.lora import adapt, recorded
 from sd_tf.training.losses import Denoising, freeze_unused, recomputed
@@ -33,6 +34,7 @@ class FinetuneOptions:
     save_dtype: str | None = None  # None: the variables' dtype, float32
     lora: LoraOptions | None = None  # train an adapter, not the weights
     prior_weight: float = 1.0  # of the loss of a prior's pictures
+    inversion: InversionOptions | None = None  # train a token's vectors, not the weights
 
     def check(self) -> "FinetuneOptions":
         """Raise if a value is out of range; return self."""
@@ -40,13 +42,22 @@ class FinetuneOptions:
             raise TrainingError(
                 f"`prior_weight` must not be below 0. Received: {self.prior_weight}"
             )
+        if self.inversion is None:
+            return self
+        self.inversion.check()
+        if self.train_text_encoder or self.lora is not None:
+            raise TrainingError(
+                "A token's vectors are trained alone: `placeholder_token` goes neither with "
+                "`lora_rank` nor with `train_text_encoder`."
+            )
         return self
 
     def record(self) -> Record:
         """Return the options that a resumed run must repeat, by name."""
         every = recorded(self)
-        del every["prior_weight"]  # part of the run where there is a prior
-        return every
+        # Part of a run that has them.
+        del every["prior_weight"], every["inversion"]
+        return every if self.inversion is None else {**every, **self.inversion.record()}
 
 
 def finetune(
@@ -66,9 +77,11 @@ def finetune(
         source: the data; on several hosts, this host's part of it.
         prior: pictures of the same class, of which the model is to forget nothing.
     """
-    config, host = checkpoint.config, this_host()
-    check_trainable(config)
+    host = this_host()
+    check_trainable(checkpoint.config)
     options.check()
+    if options.inversion is not None:
+        options.inversion.check_captions(source)
     with alone_in(folder):
         begun = {
             "checkpoint": of_checkpoint(checkpoint),
@@ -77,6 +90,9 @@ def finetune(
         }
         if prior is not None:
             begun["prior_data"] = prior.record()
+        if options.inversion is not None:
+            checkpoint = with_placeholder(checkpoint, options.inversion, folder)
+        config = checkpoint.config
         with by_itself():
             vae = checkpoint.build("vae")
         unet = checkpoint.build("unet", settings.precision)
@@ -116,6 +132,10 @@ def finetune(
         if prior is not None:
             record["prior_weight"] = options.prior_weight
         loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
+        inversion = None
+        if options.inversion is not None:
+            unet.trainable = False
+            inversion = Inversion(encoders, options.inversion)
         trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
         loss, lora = adapt(loss, trained, options.lora, settings.seed)
         task = TrainingTask(
@@ -127,6 +147,7 @@ def finetune(
             batches,
             record,
             lora,
+            inversion,
         )
         prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
 

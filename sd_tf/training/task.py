@@ -8,10 +8,12 @@ import keras
 
 from sd_tf.config import PipelineConfig
 from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.training import inversion, lora
 from sd_tf.training.batches import Batch
 from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.hosts import this_host
-from sd_tf.training.lora import FILE, Lora, branches_of
+from sd_tf.training.inversion import Inversion
+from sd_tf.training.lora import Lora, branches_of
 from sd_tf.training.origin import Record
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Settings
@@ -23,7 +25,7 @@ from sd_tf.weights import save_folder
 class TrainingTask:
     """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch.
 
-    With `lora`, the adapter alone is trained and saved.
+    With `lora` or `inversion`, these alone are trained and saved.
     """
 
     base: str  # the name of the checkpoint that is trained
@@ -34,6 +36,7 @@ class TrainingTask:
     batches: Callable[[int], Batch]
     depends_on: Record  # what the run depends on, beside the settings
     lora: Lora | None = None
+    inversion: Inversion | None = None
 
     @property
     def painter(self) -> Painter:
@@ -48,16 +51,25 @@ class TrainingTask:
         report: Callable[[str], None],
         sample: Callable[[int], None],
     ) -> Path:
-        """Train, then save a checkpoint of all models, or the adapter, in `folder`; return it."""
+        """Train, then save what was trained in `folder`; return its path."""
         given = (self.loss, self.batches, settings, folder, report, sample)
         Run(*given, depends_on=self.depends_on).train()
-        target = folder / ("checkpoint" if self.lora is None else FILE)
-        if not this_host().is_first:
-            return target
-        if self.lora is None:
-            save_folder(target, self.config, self.models, self.tokenizers, save_dtype)
-        else:
-            weights = self.depends_on["checkpoint"]["weights"]
-            self.lora.save(target, save_dtype, self.base, weights)
-        report(f"saved {target}")
+        target = folder / self._name
+        if this_host().is_first:
+            self._save(target, save_dtype)
+            report(f"saved {target}")
         return target
+
+    @property
+    def _name(self) -> str:
+        if self.lora is not None:
+            return lora.FILE
+        return "checkpoint" if self.inversion is None else inversion.FILE
+
+    def _save(self, target: Path, dtype: str | None) -> None:
+        if self.lora is not None:
+            self.lora.save(target, dtype, self.base, self.depends_on["checkpoint"]["weights"])
+        elif self.inversion is not None:
+            self.inversion.save(target)
+        else:
+            save_folder(target, self.config, self.models, self.tokenizers, dtype)
