@@ -1,5 +1,7 @@
 """Training an adapter: PEFT's loss step by step, exact resumption, a file that diffusers loads."""
 
+from dataclasses import replace
+
 import diffusers
 import keras
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from sd_tf.checkpoints import make_random
 from sd_tf.cli.main import main
 from sd_tf.models.branches import branches
 from sd_tf.training.lora import FILE, Adapted, Lora
@@ -188,6 +191,17 @@ def test_a_run_holds_the_adapter_alone_and_resumes_exactly(tmp_path, capsys):
     assert tune(whole, "--lora_alpha", "4", "--lora_conv") == 1
     error = capsys.readouterr().err
     assert "--lora_alpha was null, is 4.0; --lora_conv was false, is true" in error
+
+
+def test_an_editor_learns_by_an_adapter(tmp_path):
+    denoiser = replace(micro.CONFIG.denoiser, in_channels=8)
+    config = replace(micro.CONFIG, denoiser=denoiser, latent_inputs="image").check()
+    make_random(config, tmp_path / "editor")
+    flags = ["--checkpoint", str(tmp_path / "editor"), "--steps", "2", "--precompute"]
+    assert tune(tmp_path / "run", *flags, command="instruct_pix2pix") == 0
+    tensors = load_file(tmp_path / "run" / FILE)
+    assert all(name.startswith("unet.") for name in tensors)
+    assert all(value.any() for name, value in tensors.items() if "lora_B" in name)
 
 
 def test_refusals(tmp_path, capsys):

@@ -71,84 +71,18 @@ def finetune(
 ) -> Path:
     """Train the UNet, and the text encoders if asked for; return the new checkpoint's folder.
 
-    With options for an adapter, train that, and return its file.
+    With options for an adapter or a token, train that, and return its file.
 
     Args:
         source: the data; on several hosts, this host's part of it.
         prior: pictures of the same class, of which the model is to forget nothing.
     """
-    host = this_host()
     check_trainable(checkpoint.config)
     options.check()
     if options.inversion is not None:
         options.inversion.check_captions(source)
     with alone_in(folder):
-        begun = {
-            "checkpoint": of_checkpoint(checkpoint),
-            "data": source.record(),
-            "hosts": host.count,
-        }
-        if prior is not None:
-            begun["prior_data"] = prior.record()
-        if options.inversion is not None:
-            checkpoint = with_placeholder(checkpoint, options.inversion, folder)
-        config = checkpoint.config
-        with by_itself():
-            vae = checkpoint.build("vae")
-        unet = checkpoint.build("unet", settings.precision)
-        if settings.gradient_checkpointing:
-            recomputed(unet)
-        encoders = {
-            name: checkpoint.build(name, settings.precision) for name in config.text_encoders
-        }
-        for encoder in encoders.values():
-            encoder.trainable = options.train_text_encoder
-            freeze_unused(encoder)
-        tokenizers = {name: checkpoint.tokenizer(name) for name in encoders}
-
-        def batches_of(pictures, cache, settings):
-            cache = folder / host.named(cache)
-            with by_itself():
-                latents = cached_latents(vae, pictures, cache, begun, report)
-            return LatentBatches(
-                pictures,
-                settings,
-                latents,
-                config,
-                tokenize_for(tokenizers),
-                options.caption_dropout,
-                options.first_timestep,
-                host,
-                time_ids(config, pictures, cache),
-            )
-
-        batches = batches_of(source, CACHE, settings)
-        if prior is not None:
-            others = replace(settings, seed=settings.seed + PRIOR_SEED)
-            batches = PriorBatches(
-                batches, batches_of(prior, PRIOR_CACHE, others), options.prior_weight
-            )
-        record = {**options.record(), **begun}
-        if prior is not None:
-            record["prior_weight"] = options.prior_weight
-        loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
-        inversion = None
-        if options.inversion is not None:
-            unet.trainable = False
-            inversion = Inversion(encoders, options.inversion)
-        trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
-        loss, lora = adapt(loss, trained, options.lora, settings.seed)
-        task = TrainingTask(
-            checkpoint.name,
-            config,
-            tokenizers,
-            {**encoders, "unet": unet, "vae": vae},
-            loss,
-            batches,
-            record,
-            lora,
-            inversion,
-        )
+        task = prepare(checkpoint, source, settings, options, folder, report, prior)
         prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
 
         def sample(step):
@@ -156,3 +90,69 @@ def finetune(
             contact_sheet(pictures).save(folder / f"{step:06d}.png")
 
         return task.run(settings, folder, options.save_dtype, report, sample)
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    source: Source,
+    settings: Settings,
+    options: FinetuneOptions,
+    folder: Path,
+    report: Callable[[str], None],
+    prior: Source | None,
+) -> TrainingTask:
+    """Build the models, loss and batches; `folder` keeps the latents."""
+    host = this_host()
+    begun = {"checkpoint": of_checkpoint(checkpoint), "data": source.record(), "hosts": host.count}
+    record = {**options.record(), **begun}
+    if prior is not None:
+        begun["prior_data"] = prior.record()
+        record |= {**begun, "prior_weight": options.prior_weight}
+    if options.inversion is not None:
+        checkpoint = with_placeholder(checkpoint, options.inversion, folder)
+    config = checkpoint.config
+    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    with by_itself():
+        vae = checkpoint.build("vae")
+
+    def batches_of(pictures, cache, settings):
+        cache = folder / host.named(cache)
+        with by_itself():
+            latents = cached_latents(vae, pictures, cache, begun, report)
+        return LatentBatches(
+            pictures,
+            settings,
+            latents,
+            config,
+            tokenize_for(tokenizers),
+            options.caption_dropout,
+            options.first_timestep,
+            host,
+            time_ids(config, pictures, cache),
+        )
+
+    batches = batches_of(source, CACHE, settings)
+    if prior is not None:
+        others = replace(settings, seed=settings.seed + PRIOR_SEED)
+        of_class = batches_of(prior, PRIOR_CACHE, others)
+        batches = PriorBatches(batches, of_class, options.prior_weight)
+
+    unet = checkpoint.build("unet", settings.precision)
+    if settings.gradient_checkpointing:
+        recomputed(unet)
+    encoders = {name: checkpoint.build(name, settings.precision) for name in config.text_encoders}
+    for encoder in encoders.values():
+        encoder.trainable = options.train_text_encoder
+        freeze_unused(encoder)
+    loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
+    lora = inversion = None
+    if options.inversion is not None:
+        unet.trainable = False
+        inversion = Inversion(encoders, options.inversion)
+    else:
+        trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
+        loss, lora = adapt(loss, trained, options.lora, settings.seed)
+    models = {**encoders, "unet": unet, "vae": vae}
+    return TrainingTask(
+        *(checkpoint.name, config, tokenizers, models, loss, batches, record, lora, inversion)
+    )

@@ -76,7 +76,7 @@ def _write(rows: Mapping[str, np.ndarray], path: Path, token: str) -> None:
     """Write vectors by text encoder: of one under the token, of SDXL's two as clip_l and clip_g."""
     names = {encoder: name for name, encoder in ENCODERS.items()}
     tensors = {token if len(rows) == 1 else names[encoder]: x for encoder, x in rows.items()}
-    with atomic.new_file(path) as part:
+    with atomic.new_file(path, shared=True) as part:  # each of several hosts writes it
         save_safetensors(tensors, part, {"format": "pt"})
 
 

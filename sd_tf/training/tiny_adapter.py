@@ -60,7 +60,13 @@ SETTINGS = Settings(
 )
 RECIPES = {
     "outline": Recipe(Outlined, SETTINGS, LoraOptions(rank=2, conv=True)),
-    "moon": Recipe(Moons, SETTINGS, LoraOptions(rank=2, conv=True), train_text_encoder=True),
+    "moon": Recipe(
+        Moons,
+        replace(SETTINGS, steps=600, sample_every=200, save_every=200),
+        LoraOptions(rank=2, conv=True),
+        train_text_encoder=True,
+        scenes=1500,
+    ),
 }
 
 
