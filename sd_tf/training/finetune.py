@@ -106,8 +106,7 @@ def prepare(
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": source.record(), "hosts": host.count}
     record = {**options.record(), **begun}
     if prior is not None:
-        begun["prior_data"] = prior.record()
-        record |= {**begun, "prior_weight": options.prior_weight}
+        record |= {"prior_data": prior.record(), "prior_weight": options.prior_weight}
     if options.inversion is not None:
         checkpoint = with_placeholder(checkpoint, options.inversion, folder)
     config = checkpoint.config
@@ -118,7 +117,8 @@ def prepare(
     def batches_of(pictures, cache, settings):
         cache = folder / host.named(cache)
         with by_itself():
-            latents = cached_latents(vae, pictures, cache, begun, report)
+            depends_on = {**begun, "data": pictures.record()}
+            latents = cached_latents(vae, pictures, cache, depends_on, report)
         return LatentBatches(
             pictures,
             settings,
