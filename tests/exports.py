@@ -100,6 +100,12 @@ def micro_folder(folder):
 
 
 @once
+def micro_xl_folder(folder):
+    """The smallest checkpoint of SDXL."""
+    make_random(micro.XL_CONFIG, folder)
+
+
+@once
 def micro_export(folder):
     """Batch 2, 16 px, up to 2 steps, not verified."""
     options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="off")

@@ -13,6 +13,7 @@ import numpy as np
 from keras import ops
 
 from sd_tf.config import FAMILIES, PipelineConfig
+from sd_tf.config.unet import AddedConditioning
 from sd_tf.models import MODEL_CLASSES
 from sd_tf.runtime.compile_cache import set_compile_cache
 from sd_tf.training.initial_weights import initialize
@@ -44,6 +45,30 @@ CONFIG = PipelineConfig(
     replace(_SD1.autoencoder, channels=(8, 16), layers_per_block=1, norm_groups=4, sample_size=16),
     _SD1.schedule,
 ).check()
+_SDXL = FAMILIES["sdxl-base"]
+_ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2}
+XL_CONFIG = replace(
+    _SDXL,
+    text_encoders={
+        "text_encoder": replace(_SDXL.text_encoders["text_encoder"], **_ENCODER),
+        "text_encoder_2": replace(
+            _SDXL.text_encoders["text_encoder_2"], **_ENCODER, projection_dim=8
+        ),
+    },
+    denoiser=replace(
+        _SDXL.denoiser,
+        channels=(8, 16),
+        num_heads=(1, 2),
+        down_depths=((0,), (1,)),
+        mid_depth=1,
+        up_depths=((1, 1), (0, 0)),
+        context_dim=32,
+        added=AddedConditioning(time_embed_dim=4, pooled_dim=8),
+        sample_size=8,
+        norm_groups=4,
+    ),
+    autoencoder=replace(CONFIG.autoencoder, scaling_factor=0.13025, force_upcast=True),
+).check()
 SETTINGS = Settings(
     steps=12,
     batch_size=4,
@@ -65,7 +90,7 @@ def build(name):
 
 
 def denoising() -> Denoising:
-    return Denoising(build("unet"), build("text_encoder"), CONFIG.schedule)
+    return Denoising(build("unet"), [build("text_encoder")], CONFIG.schedule)
 
 
 def latent_batch(config, size: int, step: int = 0):

@@ -292,7 +292,7 @@ def test_commands(files, tmp_path, capsys):
 
 
 def test_a_swap_under_load_mixes_nothing(files):
-    """While four threads draw, the name changes its adapter: each picture is of one or the other."""
+    """While threads draw, the name changes its adapter: each picture is of one or the other."""
     pipe = Pipeline.load(adapted_export(), jit_compile=False)
     states, stopped, seen = [], threading.Event(), [[] for _ in range(4)]
     for name in ("style", "detail"):

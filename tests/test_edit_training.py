@@ -160,8 +160,8 @@ def test_options_that_cannot_be_meant(changes, message):
 
 def editing(checkpoint, vae=True):
     schedule = checkpoint.config.schedule
-    encoder = freeze(checkpoint.build("text_encoder")) if vae else None
-    denoising = Denoising(checkpoint.build("unet"), encoder, schedule, min_snr=None)
+    encoders = [freeze(checkpoint.build("text_encoder"))] if vae else []
+    denoising = Denoising(checkpoint.build("unet"), encoders, schedule, min_snr=None)
     scale = checkpoint.config.autoencoder.latent_scale
     return Editing(denoising, freeze(checkpoint.build("vae")) if vae else None, scale)
 
@@ -339,7 +339,7 @@ def test_several_hosts_learn_as_one(tmp_path):
     settings = replace(settings, gradient_checkpointing=True)
     checkpoint = open_checkpoint(micro_folder())
     task = prepare(checkpoint, PAIRS, settings, OPTIONS, tmp_path, lambda text: None)
-    given = (settings, OPTIONS, task.config, task.tokenizer)
+    given = (settings, OPTIONS, task.config, checkpoint.tokenizer())
     every = [Host(number, 2) for number in range(2)]
     parts = [EditBatches(replace(PAIRS, host=host), *given, host) for host in every]
 

@@ -538,6 +538,14 @@ def test_what_training_would_hold(monkeypatch, capfd):
     assert 1.1 < again["flops"] / kept["flops"] < 1.5
 
 
+def test_an_update_of_sdxl_is_given_its_conditions(monkeypatch):
+    monkeypatch.setattr(chips, "compile_lowered", lambda lowered: lowered.as_text())
+    monkeypatch.setattr(memory, "figures_of", lambda code: {"arguments": code.split("->")[0]})
+    found = memory.compile_update(micro.XL_CONFIG, 16, micro.SETTINGS, jax.devices()[:1])
+    for shape in ("4x77x32xf32", "4x8xf32", "4x6xf32"):  # context, pooled, time_ids
+        assert f"tensor<{shape}>" in found["arguments"]
+
+
 def test_training_that_does_not_fit(monkeypatch, capfd):
     def only_again(config, size, settings, devices):
         if not settings.gradient_checkpointing:
@@ -565,7 +573,6 @@ def test_a_row_has_three_digits():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--family", "sdxl-base"], "Training needs a family with one text encoder"),
         (["--family", "sd1", "--topology", "v1:2x2"], "one of v5e, v5p, v6e, and a shape"),
         (["--family", "sd1", "--batch_size", "6"], "divided evenly among 4 devices"),
         (["--family", "sd1", "--accumulate", "3"], "--accumulate must divide --batch_size"),

@@ -49,7 +49,7 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines, prediction):
     checkpoint = open_checkpoint(folder)
     schedule = replace(checkpoint.config.schedule, prediction=prediction)
     unet, encoder = checkpoint.build("unet"), checkpoint.build("text_encoder")
-    loss = Denoising(unet, encoder, schedule, min_snr=None)
+    loss = Denoising(unet, [encoder], schedule, min_snr=None)
     batch = micro.latent_batch(checkpoint.config, size=3)
     gradients, value = micro.gradients_of(loss, batch)
 
@@ -91,7 +91,7 @@ def test_min_snr_weights(small_pipelines, prediction):
     pipeline, _ = small_pipelines("sd1")
     snr = compute_snr(pipeline.scheduler, torch.arange(1000)).numpy()
     schedule = replace(FAMILIES["sd1"].schedule, prediction=prediction)
-    weight = Denoising(micro.build("unet"), micro.build("text_encoder"), schedule).weight
+    weight = Denoising(micro.build("unet"), [micro.build("text_encoder")], schedule).weight
     divisor = snr + 1 if prediction == "v_prediction" else snr
     np.testing.assert_allclose(weight, np.minimum(snr, 5.0) / divisor, rtol=1e-3)
     np.testing.assert_allclose(abar(schedule), pipeline.scheduler.alphas_cumprod, rtol=1e-5)
@@ -188,7 +188,7 @@ def test_norms_biases_and_embeddings_do_not_decay():
     optimizer = optimizer_for(replace(micro.SETTINGS, weight_decay=0.1), loss.trainable_variables)
     optimizer.build(loss.trainable_variables)
     decays = {id(v) for v in loss.trainable_variables if optimizer._use_weight_decay(v)}
-    for model in (loss.unet, loss.text_encoder):
+    for model in (loss.unet, *loss.text_encoders):
         for path, slot in layout.slots(model).items():
             matrix = len(slot.variable.shape) > 1 and "embedding.weight" not in path
             assert (id(slot.variable) in decays) == matrix, path

@@ -173,6 +173,15 @@ def test_text_to_image(tmp_path, captioned, capsys):
     assert same("text_encoder", "text_model.final_layer_norm.weight")  # not trained by default
     assert not same("unet", "conv_in.weight")
 
+    with_prior = ("--prior_data", "world:4", "--on_error", "skip", "--nojit_compile")
+    assert tune(folder, captioned, *with_prior, "--out", str(tmp_path / "prior")) == 0
+    assert "encoding 4 pictures" in capsys.readouterr().out
+    assert tune(folder, captioned, *with_prior, "--out", str(run)) == 1
+    error = capsys.readouterr().err
+    assert "`prior_data.count` was null, is 4" in error and "--prior_weight was null" in error
+    assert tune(folder, captioned, "--prior_weight", "-1", "--on_error", "skip") == 1
+    assert "--prior_weight must not be below 0. Received: -1.0" in capsys.readouterr().err
+
     def refused(data, *more, checkpoint=folder):
         """The run is not continued with anything else."""
         assert tune(checkpoint, data, *more, "--out", str(run), "--on_error", "skip") == 1
@@ -216,7 +225,7 @@ def test_text_to_image_on_several_hosts(tmp_path):
         return {name: np.concatenate([value, other[name]]) for name, value in one.items()}
 
     text_encoder = freeze(checkpoint.build("text_encoder"))
-    loss = Denoising(unet, text_encoder, config.schedule)
+    loss = Denoising(unet, [text_encoder], config.schedule)
     Run(loss, batches, settings, tmp_path / "one", lambda text: None).train()
     before = checkpoint.tensors("unet")
     found = open_checkpoint(both / "checkpoint").tensors("unet")
@@ -228,9 +237,11 @@ def test_text_to_image_on_several_hosts(tmp_path):
 
 
 def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
-    _, folder = small_pipelines("sdxl-base")
+    _, folder = small_pipelines("sdxl-refiner")
     assert tune(folder, "world:4") == 1
-    assert "with one text encoder and no further inputs" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "takes a checkpoint of SD1, SD2 or SDXL base" in error
+    assert "Received: sdxl-refiner" in error
     assert tune(folder, "world:0") == 1
     assert (
         "an example or more for each host. Received: world:0 for 1 host" in capsys.readouterr().err

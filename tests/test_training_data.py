@@ -17,7 +17,7 @@ from PIL import Image
 from sd_tf.runtime.pictures import PictureError, to_model, to_rgb
 from sd_tf.training import data as training_data
 from sd_tf.training import world
-from sd_tf.training.batches import LatentBatches, PictureBatches
+from sd_tf.training.batches import LatentBatches, PictureBatches, PriorBatches
 from sd_tf.training.data import World, open_source, read_picture, shuffled
 from sd_tf.training.hosts import Host
 from sd_tf.training.settings import TrainingError
@@ -640,3 +640,19 @@ def test_to_model():
     assert levels.dtype == np.float32
     assert (levels[0], levels[255]) == (-1.0, 1.0)
     np.testing.assert_allclose(np.diff(levels), 2 / 255, rtol=1e-4)
+
+
+def test_a_prior_has_its_own_examples_and_noise():
+    """And the loss is diffusers': that of the examples plus the weight times that of the class."""
+    one, other = latent_batches(seed=3), latent_batches(seed=4)
+    batch = PriorBatches(one, other, 0.25)(7)
+    for name, value in one(7).items():
+        np.testing.assert_array_equal(batch[name], np.concatenate([value, other(7)[name]]))
+    assert batch["weights"].tolist() == [2.0] * BATCH + [0.5] * BATCH
+
+    loss = micro.denoising()
+    examples, of_class = (micro.latent_batch(micro.CONFIG, 2, step) for step in (0, 1))
+    loss.unet.conv_out.bias.assign([0.1, 0.2, 0.3, 0.4])
+    batch = PriorBatches(lambda step: examples, lambda step: of_class, 0.25)(0)
+    expected = float(loss(examples)[0]) + 0.25 * float(loss(of_class)[0])
+    assert float(loss(batch)[0]) == pytest.approx(expected, rel=1e-5)

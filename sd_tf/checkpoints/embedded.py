@@ -4,11 +4,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from sd_tf.config import FAMILIES, PipelineConfig
+from sd_tf.files.tensors import CheckpointError
 
 TINY, EDITOR = "tiny", "tiny-edit"
 EMBEDDED = {name: Path(__file__).parent / name for name in (TINY, EDITOR)}
 TINY_FOLDER = EMBEDDED[TINY]  # trained by `sd-tf train tiny`
 EDITOR_FOLDER = EMBEDDED[EDITOR]  # trained further, to follow instructions
+ADAPTERS = ("outline", "moon")  # of `tiny`, trained by `sd-tf train tiny_adapter`
+
+
+def embedded_adapter(name: str) -> Path:
+    """Return the file of an adapter of `tiny`, which may be named with a prefix: `tiny:outline`."""
+    known = name.removeprefix(f"{TINY}:")
+    if known not in ADAPTERS:
+        raise CheckpointError(
+            f"The embedded adapters are {', '.join(f'{TINY}:{one}' for one in ADAPTERS)}. "
+            f"Received: {name!r}"
+        )
+    return Path(__file__).parent / "adapters" / f"{known}.safetensors"
+
 
 _SD1 = FAMILIES["sd1"]
 CONFIG = PipelineConfig(

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=defaults.rounds, help="turns of each (default: 15)"
     )
     parser.add_argument("--engines", type=names, default=defaults.engines)
+    parser.add_argument("--lora_rank", type=int, help="train an adapter (LoRA) of this rank")
     add_work(parser)
     add_out(parser)
 

@@ -64,6 +64,9 @@ COMMANDS = {
                 "sd_tf.cli.train_eval_edits",
                 "measure how often an export edits as instructed, and changes no more",
             ),
+            "tiny_adapter": Command(
+                "sd_tf.cli.train_tiny_adapter", "train an adapter of the embedded checkpoint anew"
+            ),
             "edit_pairs": Command(
                 "sd_tf.cli.train_edit_pairs",
                 "write the tiny world's edits as parquet: pairs with a known truth",

@@ -7,10 +7,12 @@ from sd_tf.cli.arguments import report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
     add_hosts,
+    add_lora,
     add_pictures,
     add_run,
     add_settings,
     picture_size,
+    read_lora,
     read_settings,
     use_backend,
     world_count,
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute latents and unchanging text states once, and keep them in --out",
     )
+    add_lora(parser)
     add_hosts(parser)
     add_settings(parser)
 
@@ -56,9 +59,11 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.training import edit
     from sd_tf.training.pairs import WorldPairs, open_pairs
 
+    settings = read_settings(options)
+    options.lora = read_lora(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
-    count = world_count(options)
+    count = world_count(options, options.data)
     if count is None:
         pairs = open_pairs(options.data, options.on_error, host, report)
     else:
@@ -68,5 +73,5 @@ def run(options: argparse.Namespace) -> int:
     chosen = edit.EditOptions(size, **{name: getattr(options, name) for name in names})
     if chosen.flip is None:
         chosen = dataclasses.replace(chosen, flip=0.5 if count is None else 0.0)
-    edit.train(checkpoint, pairs, read_settings(options), chosen, options.folder, report)
+    edit.train(checkpoint, pairs, settings, chosen, options.folder, report)
     return 0

@@ -9,7 +9,13 @@ from sd_tf.cli.arguments import Switch
 from sd_tf.cli.options import OPENING
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import PipelineConfig
-from sd_tf.training.settings import PRECISIONS, Averaging, Settings, TrainingError
+from sd_tf.training.settings import (
+    PRECISIONS,
+    Averaging,
+    LoraOptions,
+    Settings,
+    TrainingError,
+)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +38,31 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
         help="what to do with a row that cannot be read",
     )
     parser.add_argument("--train_text_encoder", action="store_true")
+
+
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora_rank",
+        type=int,
+        help="train an adapter of this rank (LoRA) beside the frozen weights",
+    )
+    parser.add_argument(
+        "--lora_alpha", type=float, help="its branches are scaled by alpha / rank (default: rank)"
+    )
+    parser.add_argument(
+        "--lora_conv",
+        action="store_true",
+        help="give resnets and samplers branches, too, not the transformers alone",
+    )
+
+
+def read_lora(options: argparse.Namespace) -> LoraOptions | None:
+    """Return the options of the adapter to train, or None where all weights are trained."""
+    if options.lora_rank is None:
+        if options.lora_alpha is not None or options.lora_conv:
+            raise TrainingError("--lora_alpha and --lora_conv go with --lora_rank.")
+        return None
+    return LoraOptions(options.lora_rank, options.lora_alpha, options.lora_conv).check()
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -107,15 +138,15 @@ def picture_size(options: argparse.Namespace, config: PipelineConfig) -> int:
     return size
 
 
-def world_count(options: argparse.Namespace) -> int | None:
-    """Return N of --data world:N, or None where the data is something else."""
-    kind, _, number = options.data.partition(":")
+def world_count(options: argparse.Namespace, data: str) -> int | None:
+    """Return N of data that is world:N, or None where it is something else."""
+    kind, _, number = data.partition(":")
     if kind != "world" or not number.isdecimal():
         return None
     count, hosts = int(number), options.hosts or 1
     if count < hosts:
         raise TrainingError(
-            f"world:COUNT has an example or more for each host. Received: {options.data} for "
+            f"world:COUNT has an example or more for each host. Received: {data} for "
             f"{hosts} host{'s' if hosts > 1 else ''}"
         )
     return count

@@ -6,14 +6,17 @@ from sd_tf.cli.arguments import Switch, report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
     add_hosts,
+    add_lora,
     add_pictures,
     add_run,
     add_settings,
     picture_size,
+    read_lora,
     read_settings,
     use_backend,
     world_count,
 )
+from sd_tf.training.settings import TrainingError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,42 +30,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
     parser.add_argument("--caption_dropout", type=float, default=0.1)
     parser.add_argument("--min_snr", action=Switch, default=True, help="weight losses by min-SNR")
+    parser.add_argument(
+        "--prior_data",
+        help="pictures of the same class, like --data, of which nothing is to be forgotten",
+    )
+    parser.add_argument(
+        "--prior_weight", type=float, default=1.0, help="of the loss of --prior_data"
+    )
+    parser.add_argument(
+        "--placeholder_token", help="train the vectors of this new token alone, such as '<cat>'"
+    )
+    parser.add_argument("--initializer_token", help="a known token, whose vector they begin with")
+    parser.add_argument("--num_vectors", type=int, default=1, help="of --placeholder_token")
+    add_lora(parser)
     add_hosts(parser)
     add_settings(parser)
+
+
+def read_inversion(options: argparse.Namespace):
+    """Return the options of textual inversion, or None where weights are trained."""
+    from sd_tf.training.inversion import InversionOptions
+
+    token, first = options.placeholder_token, options.initializer_token
+    if (token is None) != (first is None) or (token is None and options.num_vectors != 1):
+        raise TrainingError(
+            "--placeholder_token and --initializer_token go together, and --num_vectors with them."
+        )
+    return None if token is None else InversionOptions(token, first, options.num_vectors)
 
 
 def run(options: argparse.Namespace) -> int:
     host = use_backend(options)
     from sd_tf.training import data, finetune
 
+    settings, lora = read_settings(options), read_lora(options)
+    inversion = read_inversion(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
-    count = world_count(options)
-    if count is not None:
-        source = data.World(count, size, host=host)
-    else:
+
+    def opened_data(path, checked):
+        count = world_count(options, path)
+        if count is not None:
+            return data.World(count, size, host=host)
         columns = {
             name: getattr(options, name)
             for name in ("caption_column", "image_column")
             if getattr(options, name) is not None
         }
-        checked = options.folder / f"{host.named('bad_rows')}.json"
-        source = data.open_source(options.data, size, options.on_error, host, checked, **columns)
+        checked = options.folder / f"{host.named(checked)}.json"
+        source = data.open_source(path, size, options.on_error, host, checked, **columns)
         for line in source.skipped:
             report(f"skipped {line}")
         report(f"{len(source)} examples, {len(source.skipped)} skipped")
+        return source
+
+    source, prior = opened_data(options.data, "bad_rows"), None
+    if options.prior_data is not None:
+        prior = opened_data(options.prior_data, "prior_bad_rows")
     finetune.finetune(
         checkpoint,
         source,
-        read_settings(options),
+        settings,
         finetune.FinetuneOptions(
             options.train_text_encoder,
             options.caption_dropout,
             finetune.FinetuneOptions.min_snr if options.min_snr else None,
             options.first_timestep,
             options.save_dtype,
+            lora,
+            options.prior_weight,
+            inversion,
         ),
         options.folder,
         report,
+        prior,
     )
     return 0

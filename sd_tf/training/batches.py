@@ -73,6 +73,7 @@ class LatentBatches(Batches):
         caption_dropout: float = 0.1,
         first_timestep: int = 0,
         host: Host = ALONE,
+        time_ids: np.ndarray | None = None,  # (N, 6), where the denoiser takes them
     ):
         """Set up the batches; `first_timestep` is the lowest noise level that is used."""
         super().__init__(source, part_of_batch(settings, host), settings.seed, host=host)
@@ -80,6 +81,7 @@ class LatentBatches(Batches):
         self.scale = config.autoencoder.latent_scale
         self.timesteps = noise_levels(first_timestep, config)
         self.caption_dropout = caption_dropout
+        self.time_ids, self.drops_to_zeros = time_ids, config.zero_empty_negative
 
     def __call__(self, step: int) -> Batch:
         draws = self.draws(step)
@@ -91,13 +93,37 @@ class LatentBatches(Batches):
             for (index, epoch), without in zip(examples, dropped, strict=True)
         ]
         timesteps = spread_timesteps(draws, size, self.timesteps)
-        latents = self.latents[[i for i, _ in examples]]
-        return {
+        indices = [index for index, _ in examples]
+        latents = self.latents[indices]
+        batch = {
             "latents": self.scale.apply(latents.astype("float32")),
             "noise": draws.standard_normal((size, *self.latents.shape[1:]), "float32"),
             "timesteps": timesteps,
             "tokens": self.tokenize(captions),
         }
+        if self.time_ids is not None:
+            batch["time_ids"] = self.time_ids[indices]
+        if self.drops_to_zeros:  # as pictures are drawn without a negative prompt
+            batch["has_text"] = 1.0 - dropped.astype("float32")
+        return batch
+
+
+class PriorBatches:
+    """Batches of examples, followed by as many of their class, whose losses have a weight.
+
+    The loss is that of the examples plus `weight` times that of their class (DreamBooth).
+    """
+
+    def __init__(self, examples: Batches, of_class: Batches, weight: float):
+        self.examples, self.of_class, self.weight = examples, of_class, weight
+
+    def __call__(self, step: int) -> Batch:
+        examples, of_class = self.examples(step), self.of_class(step)
+        batch = {name: np.concatenate([x, of_class[name]]) for name, x in examples.items()}
+        # The mean over both halves, times two, is the sum of their means.
+        count = len(examples["timesteps"])
+        batch["weights"] = np.repeat(np.array([2.0, 2.0 * self.weight], "float32"), count)
+        return batch
 
 
 class ReadingBatches(Batches):

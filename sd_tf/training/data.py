@@ -35,6 +35,8 @@ class Source(Protocol):
 
     def picture(self, index: int) -> np.ndarray: ...  # uint8 (H, W, 3)
 
+    def original_size(self, index: int) -> tuple[int, int]: ...  # height, width, before scaling
+
     def caption(self, index: int, epoch: int) -> str: ...
 
     def record(self) -> Record:
@@ -59,6 +61,9 @@ class World:
 
     def picture(self, index: int) -> np.ndarray:
         return world.draw(self.scene(index), self.size)
+
+    def original_size(self, index: int) -> tuple[int, int]:
+        return self.size, self.size
 
     def caption(self, index: int, epoch: int) -> str:
         scene, number = self.scene(index), self._number(index)
@@ -90,6 +95,9 @@ class Chosen:
 
     def picture(self, index: int) -> np.ndarray:
         return self.source.picture(self.indices[index])
+
+    def original_size(self, index: int) -> tuple[int, int]:
+        return self.source.original_size(self.indices[index])
 
     def caption(self, index: int, epoch: int) -> str:
         return self.source.caption(self.indices[index], epoch)
@@ -132,10 +140,17 @@ class Captioned:
         return len(self.rows)
 
     def picture(self, index: int) -> np.ndarray:
+        return read_picture(self._stored(index), self.size)
+
+    def original_size(self, index: int) -> tuple[int, int]:
+        width, height = open_picture(self._stored(index)).size
+        return height, width
+
+    def _stored(self, index: int) -> bytes | Path:
         place = self.rows[index][0]
         if isinstance(place, Cell):
-            place = self._group(place.file, place.group, place.column)[place.row]
-        return read_picture(place, self.size)
+            return self._group(place.file, place.group, place.column)[place.row]
+        return place
 
     def caption(self, index: int, epoch: int) -> str:
         return self.rows[index][1]

@@ -1,6 +1,5 @@
 """InstructPix2Pix training: teach a checkpoint to follow instructions, from pairs of pictures."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,12 +22,13 @@ from sd_tf.training.batches import (
 )
 from sd_tf.training.hosts import ALONE, by_itself, this_host
 from sd_tf.training.latents import posteriors, write_parts
+from sd_tf.training.lora import adapt, recorded
 from sd_tf.training.losses import Denoising, Editing, freeze, recomputed
 from sd_tf.training.origin import Record, check_cache, mark_cache, of_checkpoint
 from sd_tf.training.pairs import Pairs
 from sd_tf.training.picture_input import with_picture_input
-from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.task import TrainingTask, has_further_conditions
+from sd_tf.training.settings import LoraOptions, Settings, TrainingError
+from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
@@ -51,12 +51,11 @@ class EditOptions:
     train_text_encoder: bool = False
     first_timestep: int = 0  # train only noise levels from this one on
     save_dtype: str | None = None
+    lora: LoraOptions | None = None  # train an adapter, not the weights
 
     def record(self) -> Record:
         """Return the options that a resumed run must repeat, by name."""
-        every = dataclasses.asdict(self)
-        del every["save_dtype"]
-        return every
+        return recorded(self)
 
     def check(self) -> "EditOptions":
         """Raise if a value is out of range; return self."""
@@ -234,6 +233,12 @@ def prepare(
     options.check()
     host = this_host()
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
+    if options.lora is not None and checkpoint.config.latent_inputs != "image":
+        raise TrainingError(
+            "An adapter is trained on a checkpoint that edits already: it has no part in the "
+            "layer that takes the picture. Leave `lora_rank` out, or begin with an InstructPix2Pix "
+            f"checkpoint. Received: {family_of(checkpoint.config)}"
+        )
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
     _check_family(config)
@@ -256,10 +261,17 @@ def prepare(
     unet = checkpoint.build("unet", settings.precision)
     if settings.gradient_checkpointing:
         recomputed(unet)
-    denoising = Denoising(unet, None if has_states else text_encoder, config.schedule, min_snr=None)
+    encoders = [] if has_states else [text_encoder]
+    denoising = Denoising(unet, encoders, config.schedule, min_snr=None)
     loss = Editing(denoising, None if options.precompute else vae, config.autoencoder.latent_scale)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    return TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
+    trained = {"unet": unet}
+    if options.train_text_encoder:
+        trained["text_encoder"] = text_encoder
+    loss, lora = adapt(loss, trained, options.lora, settings.seed)
+    begun |= options.record()
+    tokenizers = {"text_encoder": tokenizer}
+    return TrainingTask(checkpoint.name, config, tokenizers, models, loss, batches, begun, lora)
 
 
 def train(
@@ -286,7 +298,7 @@ def train(
 
 
 def _check_family(config: PipelineConfig) -> None:
-    if has_further_conditions(config):
+    if config.denoiser.added is not None or config.denoiser.guidance_embed_dim is not None:
         raise TrainingError(
             f"Training to edit needs a checkpoint with one text encoder (SD1, SD2, but no LCM). "
             f"Received: {family_of(config)}"

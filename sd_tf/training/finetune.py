@@ -1,24 +1,26 @@
 """Fine-tune a text-to-image checkpoint on captioned pictures."""
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sd_tf.config import family_of
 from sd_tf.runtime.pictures import contact_sheet
-from sd_tf.training.batches import LatentBatches
+from sd_tf.training.batches import LatentBatches, PriorBatches
+from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
+from sd_tf.training.inversion import Inversion, InversionOptions, with_placeholder
 from sd_tf.training.latents import CACHE, cached_latents
-from sd_tf.training.losses import Denoising, recomputed
+from sd_tf.training.lora import adapt, recorded
+from sd_tf.training.losses import Denoising, freeze_unused, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
-from sd_tf.training.settings import Settings, TrainingError
-from sd_tf.training.task import TrainingTask, has_further_conditions
+from sd_tf.training.settings import LoraOptions, Settings, TrainingError
+from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
 
 SAMPLES = 9
+PRIOR_CACHE, PRIOR_SEED = "prior_latents", 2**20
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,32 @@ class FinetuneOptions:
     min_snr: float | None = 5.0  # bound of the loss's weights; None: equal weights
     first_timestep: int = 0  # train only noise levels from this one on
     save_dtype: str | None = None  # None: the variables' dtype, float32
+    lora: LoraOptions | None = None  # train an adapter, not the weights
+    prior_weight: float = 1.0  # of the loss of a prior's pictures
+    inversion: InversionOptions | None = None  # train a token's vectors, not the weights
+
+    def check(self) -> "FinetuneOptions":
+        """Raise if a value is out of range; return self."""
+        if not self.prior_weight >= 0:
+            raise TrainingError(
+                f"`prior_weight` must not be below 0. Received: {self.prior_weight}"
+            )
+        if self.inversion is None:
+            return self
+        self.inversion.check()
+        if self.train_text_encoder or self.lora is not None:
+            raise TrainingError(
+                "A token's vectors are trained alone: `placeholder_token` goes neither with "
+                "`lora_rank` nor with `train_text_encoder`."
+            )
+        return self
 
     def record(self) -> Record:
         """Return the options that a resumed run must repeat, by name."""
-        every = dataclasses.asdict(self)
-        del every["save_dtype"]
-        return every
+        every = recorded(self)
+        # Part of a run that has them.
+        del every["prior_weight"], every["inversion"]
+        return every if self.inversion is None else {**every, **self.inversion.record()}
 
 
 def finetune(
@@ -45,46 +67,22 @@ def finetune(
     options: FinetuneOptions,
     folder: Path,
     report: Callable[[str], None] = print,
+    prior: Source | None = None,
 ) -> Path:
-    """Train the UNet, and the text encoder if asked for; return the new checkpoint's folder.
+    """Train the UNet, and the text encoders if asked for; return the new checkpoint's folder.
 
-    On several hosts, `source` is this host's part of the data.
+    With options for an adapter or a token, train that, and return its file.
+
+    Args:
+        source: the data; on several hosts, this host's part of it.
+        prior: pictures of the same class, of which the model is to forget nothing.
     """
-    config, host = checkpoint.config, this_host()
-    if has_further_conditions(config) or config.latent_inputs != "none":
-        raise TrainingError(
-            f"Text-to-image training needs a checkpoint with one text encoder and no further "
-            f"inputs (SD1, SD2, but no LCM). Received: {family_of(config)}"
-        )
+    check_trainable(checkpoint.config)
+    options.check()
+    if options.inversion is not None:
+        options.inversion.check_captions(source)
     with alone_in(folder):
-        begun = {
-            "checkpoint": of_checkpoint(checkpoint),
-            "data": source.record(),
-            "hosts": host.count,
-        }
-        with by_itself():
-            vae = checkpoint.build("vae")
-            cache = folder / host.named(CACHE)
-            latents = cached_latents(vae, source, cache, begun, report)
-        unet = checkpoint.build("unet", settings.precision)
-        if settings.gradient_checkpointing:
-            recomputed(unet)
-        text_encoder = checkpoint.build("text_encoder", settings.precision)
-        text_encoder.trainable = options.train_text_encoder
-        tokenizer = checkpoint.tokenizer()
-        batches = LatentBatches(
-            source,
-            settings,
-            latents,
-            config,
-            tokenizer,
-            options.caption_dropout,
-            options.first_timestep,
-            host,
-        )
-        loss = Denoising(unet, text_encoder, config.schedule, options.min_snr)
-        models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-        task = TrainingTask(config, tokenizer, models, loss, batches, {**options.record(), **begun})
+        task = prepare(checkpoint, source, settings, options, folder, report, prior)
         prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
 
         def sample(step):
@@ -92,3 +90,69 @@ def finetune(
             contact_sheet(pictures).save(folder / f"{step:06d}.png")
 
         return task.run(settings, folder, options.save_dtype, report, sample)
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    source: Source,
+    settings: Settings,
+    options: FinetuneOptions,
+    folder: Path,
+    report: Callable[[str], None],
+    prior: Source | None,
+) -> TrainingTask:
+    """Build the models, loss and batches; `folder` keeps the latents."""
+    host = this_host()
+    begun = {"checkpoint": of_checkpoint(checkpoint), "data": source.record(), "hosts": host.count}
+    record = {**options.record(), **begun}
+    if prior is not None:
+        record |= {"prior_data": prior.record(), "prior_weight": options.prior_weight}
+    if options.inversion is not None:
+        checkpoint = with_placeholder(checkpoint, options.inversion, folder)
+    config = checkpoint.config
+    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    with by_itself():
+        vae = checkpoint.build("vae")
+
+    def batches_of(pictures, cache, settings):
+        cache = folder / host.named(cache)
+        with by_itself():
+            depends_on = {**begun, "data": pictures.record()}
+            latents = cached_latents(vae, pictures, cache, depends_on, report)
+        return LatentBatches(
+            pictures,
+            settings,
+            latents,
+            config,
+            tokenize_for(tokenizers),
+            options.caption_dropout,
+            options.first_timestep,
+            host,
+            time_ids(config, pictures, cache),
+        )
+
+    batches = batches_of(source, CACHE, settings)
+    if prior is not None:
+        others = replace(settings, seed=settings.seed + PRIOR_SEED)
+        of_class = batches_of(prior, PRIOR_CACHE, others)
+        batches = PriorBatches(batches, of_class, options.prior_weight)
+
+    unet = checkpoint.build("unet", settings.precision)
+    if settings.gradient_checkpointing:
+        recomputed(unet)
+    encoders = {name: checkpoint.build(name, settings.precision) for name in config.text_encoders}
+    for encoder in encoders.values():
+        encoder.trainable = options.train_text_encoder
+        freeze_unused(encoder)
+    loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
+    lora = inversion = None
+    if options.inversion is not None:
+        unet.trainable = False
+        inversion = Inversion(encoders, options.inversion)
+    else:
+        trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
+        loss, lora = adapt(loss, trained, options.lora, settings.seed)
+    models = {**encoders, "unet": unet, "vae": vae}
+    return TrainingTask(
+        *(checkpoint.name, config, tokenizers, models, loss, batches, record, lora, inversion)
+    )

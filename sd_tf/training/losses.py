@@ -1,11 +1,13 @@
 """Losses: each maps a batch, which holds all random numbers, to a loss and figures to report."""
 
+import contextvars
 from collections.abc import Sequence
 
 import keras
 import numpy as np
 from keras import ops
 
+from sd_tf.components.conditions import reader_of
 from sd_tf.config import END_TOKEN, LatentScale, ScheduleConfig
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import Block, ResnetBlock, dense
@@ -36,13 +38,19 @@ class Denoising(Block):
     """The denoiser's loss: the squared error of the predicted noise or v.
 
     Noise levels are weighted by min(SNR, `min_snr`) (Hang et al. 2023), or equally if that is None.
-    Without a text encoder, the batch holds the context.
+    Without text encoders, the batch holds their outputs.
     """
 
-    def __init__(self, unet, text_encoder, schedule: ScheduleConfig, min_snr: float | None = 5.0):
+    def __init__(
+        self,
+        unet,
+        text_encoders: Sequence[keras.layers.Layer],
+        schedule: ScheduleConfig,
+        min_snr: float | None = 5.0,
+    ):
         super().__init__()
         self.unet = unet
-        self.text_encoder = text_encoder
+        self.text_encoders = list(text_encoders)
         self.prediction = schedule.prediction
         signal = abar(schedule).astype("float64")
         snr = signal / (1.0 - signal)
@@ -56,8 +64,10 @@ class Denoising(Block):
     def call(self, batch):
         """Compute the loss.
 
-        batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or context (B, 77, D),
-        and optionally beside (B, h, w, C'), which the denoiser gets beside the noisy latents.
+        batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or (B, encoders, 77),
+        or else context (B, 77, D) and SDXL's pooled (B, P). Optionally: beside (B, h, w, C'), which
+        the denoiser gets beside the noisy latents; time_ids (B, 6); has_text (B,), 1.0, or 0.0 to
+        give zeros for the text; weights (B,), factors of the examples' losses.
         """
         timesteps = batch["timesteps"]
 
@@ -67,18 +77,33 @@ class Denoising(Block):
         latents, noise = batch["latents"], batch["noise"]
         alpha, sigma = at(self.alpha), at(self.sigma)
         noisy = alpha * latents + sigma * noise
-        context = batch.get("context")
-        if self.text_encoder is not None:
-            context = self.text_encoder(batch["tokens"])["context"]
         if "beside" in batch:
             noisy = ops.concatenate([noisy, batch["beside"]], axis=-1)
-        output = ops.cast(self.unet(noisy, timesteps, context), "float32")
+        output = ops.cast(self.unet(noisy, timesteps, **self.conditions(batch)), "float32")
         target = noise
         if self.prediction == "v_prediction":
             target = alpha * noise - sigma * latents
         squared = ops.square(output - target)
-        loss = ops.mean(at(self.weight) * squared)
+        weight = at(self.weight)
+        if "weights" in batch:
+            weight = weight * ops.reshape(batch["weights"], (-1, 1, 1, 1))
+        loss = ops.mean(weight * squared)
         return loss, {"loss": loss, "mse": ops.mean(squared)}
+
+    def conditions(self, batch):
+        """Return what the denoiser is given beside latents and timesteps, by name."""
+        text = {name: batch[name] for name in ("context", "pooled") if name in batch}
+        if self.text_encoders:
+            contexts, pooled = reader_of(self.text_encoders)(batch["tokens"])
+            text = {"context": ops.concatenate(contexts, axis=-1)}
+            if pooled:
+                text["pooled"] = pooled[0]
+        if "has_text" in batch:
+            text = {
+                name: x * ops.reshape(batch["has_text"], (-1,) + (1,) * (len(x.shape) - 1))
+                for name, x in text.items()
+            }
+        return text | {name: batch[name] for name in ("time_ids",) if name in batch}
 
 
 class Editing(Block):
@@ -148,6 +173,17 @@ def freeze(model: keras.layers.Layer) -> keras.layers.Layer:
     return model
 
 
+def freeze_unused(text_encoder: keras.layers.Layer) -> None:
+    """Freeze the layers that no output depends on, which weight decay alone would change."""
+    if text_encoder.text_projection is not None:
+        return
+    text = text_encoder.text_model
+    for layer in text.encoder.layers[text.encoder.context_index + 1 :]:
+        layer.trainable = False
+    if not text_encoder.config.context_norm:
+        text.final_layer_norm.trainable = False
+
+
 def recomputed(unet: keras.layers.Layer) -> keras.layers.Layer:
     """Turn on gradient checkpointing for the UNet's blocks.
 
@@ -155,5 +191,15 @@ def recomputed(unet: keras.layers.Layer) -> keras.layers.Layer:
     """
     for layer in unet._flatten_layers():
         if isinstance(layer, ResnetBlock | SpatialTransformer):
-            layer.call = keras.remat(layer.call)
+            layer.call = _again_for_gradients(layer.call)
     return unet
+
+
+def _again_for_gradients(call):
+    """Recompute `call` for the gradients, in the context of its call: with the same branches."""
+
+    def run(*inputs):
+        context = contextvars.copy_context()
+        return keras.remat(lambda *inputs: context.run(call, *inputs))(*inputs)
+
+    return run

@@ -14,7 +14,7 @@ from sd_tf.jax.compile import figures_of
 from sd_tf.jax.sharding import check_mesh, make_mesh, of_value
 from sd_tf.models import deferred_variables
 from sd_tf.training.losses import Denoising, recomputed
-from sd_tf.training.settings import Settings, TrainingError
+from sd_tf.training.settings import Settings
 from sd_tf.training.step import frozen_of, jax_update, state_of
 from sd_tf.training.trainer import optimizer_for
 from sd_tf.weights.layout import abstract_model
@@ -28,17 +28,12 @@ def compile_update(
     Latents and text states are given. The batch is divided among the chips; weights are on each. An
     average of the weights would add a float32 copy of them.
     """
-    if config.denoiser.added is not None:
-        raise TrainingError(
-            f"Training needs a family with one text encoder (SD1, SD2). "
-            f"Received: {family_of(config)}"
-        )
     mesh = make_mesh(devices)
     check_mesh(mesh, settings.batch_size // settings.accumulate)
     unet = abstract_model(config.denoiser, settings.precision)
     if settings.gradient_checkpointing:
         recomputed(unet)
-    loss = Denoising(unet, None, config.schedule, min_snr=None)
+    loss = Denoising(unet, [], config.schedule, min_snr=None)
     optimizer = optimizer_for(settings, loss.trainable_variables)
     with deferred_variables():
         optimizer.build(loss.trainable_variables)
@@ -64,14 +59,17 @@ def compile_update(
 
 def _batch(config: PipelineConfig, size: int, count: int) -> dict[str, tuple[tuple, str]]:
     side, channels = size // config.autoencoder.downscale, config.autoencoder.latent_channels
-    text = config.text_encoders["text_encoder"].max_length, config.denoiser.context_dim
+    length = max(encoder.max_length for encoder in config.text_encoders.values())
     latents = (count, side, side, channels)
     batch = {
         "latents": (latents, "float32"),
         "noise": (latents, "float32"),
         "timesteps": ((count,), "int32"),
-        "context": ((count, *text), "float32"),
+        "context": ((count, length, config.denoiser.context_dim), "float32"),
     }
+    if (added := config.denoiser.added) is not None:
+        batch["pooled"] = ((count, added.pooled_dim), "float32")
+        batch["time_ids"] = ((count, added.num_time_ids), "float32")
     if config.denoiser.in_channels > channels:
         batch["beside"] = ((*latents[:3], config.denoiser.in_channels - channels), "float32")
     return batch

@@ -11,8 +11,9 @@ from sd_tf.components.build import component
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.components.guidance import EDITED, IMAGE_SCALE, SCALE
 from sd_tf.config import PipelineConfig
+from sd_tf.models.branches import Branches, branches
 from sd_tf.runtime.pictures import to_model
-from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.training.conditions import Tokenize, same_time_ids
 
 
 class Painter:
@@ -22,9 +23,12 @@ class Painter:
         self,
         config: PipelineConfig,
         models: Mapping[str, keras.layers.Layer],
-        tokenizer: ClipTokenizer,
+        tokenize: Tokenize,
+        adapted: Branches | None = None,
     ):
-        self.config, self.models, self.tokenizer = config, models, tokenizer
+        """Draw with the models; `adapted` are the branches of an adapter in training."""
+        self.config, self.models, self.tokenize = config, models, tokenize
+        self.adapted = {} if adapted is None else adapted
 
     def draw(
         self,
@@ -53,17 +57,25 @@ class Painter:
         return self._pictures(instructions, num_steps, scales, height, width, pictures)
 
     def _pictures(self, prompts, num_steps, scales, height, width, edited=None) -> np.ndarray:
+        with branches(self.adapted):
+            return self._drawn(prompts, num_steps, scales, height, width, edited)
+
+    def _drawn(self, prompts, num_steps, scales, height, width, edited) -> np.ndarray:
         fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
         geometry = geometry_of(self.config, fixed)
 
         def run(name, **inputs):
             part = component(
-                name, self.config, geometry, "float32", self.tokenizer(""), self._model
+                name, self.config, geometry, "float32", self.tokenize([""]), self._model
             )
             return part.endpoints(geometry.shapes.first)["serving_default"].function(**inputs)
 
-        inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenizer(prompts)))
+        inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenize(prompts)))
         inputs |= {name: ops.convert_to_tensor(x, "float32") for name, x in scales.items()}
+        ids = same_time_ids(self.config, *geometry.shapes.first.size)
+        if ids is not None:
+            ids = ops.convert_to_tensor(np.repeat(ids, len(prompts), axis=0))
+            inputs |= {"time_ids": ids, "unconditional_time_ids": ids}
         if edited is not None:
             images = ops.convert_to_tensor(to_model(edited))
             inputs[EDITED] = run("image_encoder", images=images)["latent"]

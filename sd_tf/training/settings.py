@@ -82,3 +82,46 @@ MAY_CHANGE = (
     *("log_every", "save_every", "sample_every"),
 )
 PRECISIONS = ("float32", "mixed_bfloat16")
+
+# The ends of the names of the layers that get a branch: all linear layers of the transformers, and
+# 1×1 convolutions where they stand for one, as in kohya's scripts.
+LORA_UNET = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+)
+LORA_TEXT_ENCODER = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+# With `conv`, those of resnets and samplers, too, as LoCon has them.
+LORA_UNET_CONV = (
+    *("conv1", "conv2", "conv_shortcut", "time_emb_proj"),
+    *("downsamplers.0.conv", "upsamplers.0.conv"),
+)
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """The options of an adapter. A branch is multiplied by alpha / rank."""
+
+    rank: int
+    alpha: float | None = None  # None: the rank
+    conv: bool = False  # the UNet's resnets and samplers get branches, too
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    def check(self) -> "LoraOptions":
+        """Raise if a value is out of range; return self."""
+        if self.rank < 1:
+            raise TrainingError(f"`lora_rank` must be at least 1. Received: {self.rank}")
+        if self.alpha is not None and not self.alpha > 0:
+            raise TrainingError(f"`lora_alpha` must be above 0. Received: {self.alpha}")
+        return self
+
+    def record(self) -> dict:
+        return {f"lora_{name}": value for name, value in dataclasses.asdict(self).items()}
+
+    def targets(self, component: str) -> tuple[str, ...]:
+        """Return the ends of the names of the component's layers that get a branch."""
+        if component.startswith("text_encoder"):
+            return LORA_TEXT_ENCODER
+        return LORA_UNET + LORA_UNET_CONV if self.conv else LORA_UNET

@@ -69,7 +69,9 @@ def _tensorflow_step(loss, optimizer, average, settings):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
             value, figures = loss(batch)
-        gradients = tape.gradient(value, values)
+        # Zeros for an adapter's branches at layers that no output depends on.
+        zero = tf.UnconnectedGradients.ZERO
+        gradients = tape.gradient(value, values, unconnected_gradients=zero)
         # Gradients of embeddings are sparse.
         return [tf.convert_to_tensor(g) for g in gradients], figures
 

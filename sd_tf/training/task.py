@@ -8,8 +8,12 @@ import keras
 
 from sd_tf.config import PipelineConfig
 from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.training import inversion, lora
 from sd_tf.training.batches import Batch
+from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.hosts import this_host
+from sd_tf.training.inversion import Inversion
+from sd_tf.training.lora import Lora, branches_of
 from sd_tf.training.origin import Record
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Settings
@@ -17,25 +21,27 @@ from sd_tf.training.trainer import Run
 from sd_tf.weights import save_folder
 
 
-def has_further_conditions(config: PipelineConfig) -> bool:
-    """Tell whether the denoiser takes more than a timestep and one text: SDXL's and LCM's do."""
-    return config.denoiser.added is not None or config.denoiser.guidance_embed_dim is not None
-
-
 @dataclass(frozen=True)
 class TrainingTask:
-    """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch."""
+    """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch.
 
+    With `lora` or `inversion`, these alone are trained and saved.
+    """
+
+    base: str  # the name of the checkpoint that is trained
     config: PipelineConfig
-    tokenizer: ClipTokenizer
+    tokenizers: dict[str, ClipTokenizer]  # by text encoder
     models: dict[str, keras.layers.Layer]
     loss: keras.layers.Layer
     batches: Callable[[int], Batch]
     depends_on: Record  # what the run depends on, beside the settings
+    lora: Lora | None = None
+    inversion: Inversion | None = None
 
     @property
     def painter(self) -> Painter:
-        return Painter(self.config, self.models, self.tokenizer)
+        tokenize = tokenize_for(self.tokenizers)
+        return Painter(self.config, self.models, tokenize, branches_of(self.lora))
 
     def run(
         self,
@@ -45,12 +51,25 @@ class TrainingTask:
         report: Callable[[str], None],
         sample: Callable[[int], None],
     ) -> Path:
-        """Train, then save all models as a checkpoint in `folder`; return the checkpoint's path."""
+        """Train, then save what was trained in `folder`; return its path."""
         given = (self.loss, self.batches, settings, folder, report, sample)
         Run(*given, depends_on=self.depends_on).train()
-        target = folder / "checkpoint"
+        target = folder / self._name
         if this_host().is_first:
-            tokenizers = {"text_encoder": self.tokenizer}
-            save_folder(target, self.config, self.models, tokenizers, save_dtype)
+            self._save(target, save_dtype)
             report(f"saved {target}")
         return target
+
+    @property
+    def _name(self) -> str:
+        if self.lora is not None:
+            return lora.FILE
+        return "checkpoint" if self.inversion is None else inversion.FILE
+
+    def _save(self, target: Path, dtype: str | None) -> None:
+        if self.lora is not None:
+            self.lora.save(target, dtype, self.base, self.depends_on["checkpoint"]["weights"])
+        elif self.inversion is not None:
+            self.inversion.save(target)
+        else:
+            save_folder(target, self.config, self.models, self.tokenizers, dtype)

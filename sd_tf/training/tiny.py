@@ -39,7 +39,7 @@ class Draws:
     caption_dropout: float = 0.1
 
     def loss(self, text_encoder, unet, schedule) -> Denoising:
-        return Denoising(unet, text_encoder, schedule, self.min_snr)
+        return Denoising(unet, [text_encoder], schedule, self.min_snr)
 
     def batches(self, pictures: World, latents, config, tokenize) -> LatentBatches:
         source = replace(pictures, complete=self.complete)

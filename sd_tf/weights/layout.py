@@ -87,6 +87,17 @@ def slots(model: keras.layers.Layer) -> dict[str, Slot]:
     return found
 
 
+def layers(model: keras.layers.Layer) -> dict[str, keras.layers.Layer]:
+    """Map the checkpoint's name of every layer that has variables to the layer."""
+    return dict(_leaves(model, ""))
+
+
+def slot_of_kernel(layer: keras.layers.Layer) -> Slot:
+    """Return the slot of a dense or convolution layer's kernel."""
+    [axes] = [axes for attribute, _, axes in _layout(layer) if attribute == "kernel"]
+    return Slot(layer.kernel, axes, isinstance(layer, PointwiseConv))
+
+
 def _layout(layer):
     for kind, layout in LAYOUTS:
         if isinstance(layer, kind):

@@ -29,6 +29,7 @@ class Job:
     ir_dir: str | None = None  # folder of OpenVINO's models
     inputs: str | None = None  # None: no stages are measured
     trains: bool = False  # whether the engine is one of TRAINERS
+    lora_rank: int | None = None  # train an adapter, not the weights
 
     @property
     def kind(self) -> "Kind":

@@ -31,11 +31,13 @@ class UpdateOptions:
     batch_size: int = 32
     rounds: int = 15  # timed updates of each engine, in turn
     engines: tuple[str, ...] = tuple(TRAINERS)
+    lora_rank: int | None = None  # train an adapter, not the weights
     work: str = "out/peers"
 
     def check(self) -> "UpdateOptions":
-        for name, value in (("batch_size", self.batch_size), ("rounds", self.rounds)):
-            if value < 1:
+        for name in ("batch_size", "rounds", "lora_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise BenchError(f"`{name}` is at least 1. Received: {value}")
         if unknown := [name for name in self.engines if name not in TRAINERS]:
             raise BenchError(f"`engines` are of {', '.join(TRAINERS)}. Received: {unknown[0]}")
@@ -58,6 +60,7 @@ def compare(options: UpdateOptions, progress: Progress) -> dict:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "checkpoint": Path(options.checkpoint).resolve().name,
         "batch_size": options.batch_size,
+        "lora_rank": options.lora_rank,
         "hardware": {**hardware(), "devices": ["CPU"]},
         "versions": versions(),
         "load_average": load_average,
@@ -104,6 +107,7 @@ def measure(
                 checkpoint=options.checkpoint,
                 inputs=str(inputs),
                 trains=True,
+                lora_rank=options.lora_rank,
             )
             worker = stack.enter_context(Process(job, logs / f"training-{name}.log"))
             worker.ask("load")
@@ -152,5 +156,8 @@ def table(results: dict) -> str:
                 gigabytes(record["peak_memory_bytes"]),
             ]
         )
-    title = f"Updates with {results['batch_size']} examples, float32, {results['checkpoint']}."
+    rank = results["lora_rank"]
+    trained = "all weights" if rank is None else f"LoRA of rank {rank}"
+    title = f"Updates with {results['batch_size']} examples, float32, {results['checkpoint']}"
+    title = f"{title}, {trained}."
     return "\n".join([title, machine(results), "", *report.columns(lines)])

@@ -15,6 +15,7 @@ DIAMOND_HALF = 0.78  # half of its width; half of its height is 1
 STAR_INNER = 0.45  # radius of the inner corners
 RING_INNER = 0.52
 CROSS_HALF, CROSS_ARM = 0.34, 0.96
+MOON_SHIFT, MOON_INNER = 0.5, 0.8  # the disc that is cut out: its centre and radius
 LOBE_X, LOBE_Y, LOBE_RADIUS, HEART_TIP = 0.47, -0.4, 0.53, 0.95
 
 # Backgrounds: muted, so that no object's colour is near any of their pixels.
@@ -29,17 +30,33 @@ TABLE = 1024  # samples across a shape in the table of sums
 SAMPLES = 8  # samples across a pixel of a background
 
 
-def draw(scene: Scene, size: int = 64) -> np.ndarray:
-    """Draw the scene, anti-aliased: uint8 (size, size, 3)."""
+def draw(scene: Scene, size: int = 64, hollow: float = 0.0) -> np.ndarray:
+    """Draw the scene, anti-aliased: uint8 (size, size, 3).
+
+    With `hollow`, each shape is cut out of its own middle, scaled by that factor.
+    """
     picture = background(scene.background, size).copy()
     for thing in scene.things:
-        box, alpha = coverage(
-            thing.shape, thing.x * size, thing.y * size, thing.radius * size, size
-        )
+        place = thing.x * size, thing.y * size, thing.radius * size
+        box, alpha = coverage(thing.shape, *place, size)
+        if hollow:
+            alpha = alpha - _inner(thing.shape, *place, hollow, box, size)
         alpha = alpha[..., None]
         blended = picture[box] * (1 - alpha) + np.array(COLOURS[thing.colour], "float32") * alpha
         picture[box] = np.rint(blended)
     return picture
+
+
+def _inner(shape, x, y, radius, hollow, box, size) -> np.ndarray:
+    """Return the share of each pixel of the box that the scaled shape covers, of the shape itself.
+
+    The scaled shape need not lie inside the shape: that of a ring reaches into the ring's hole.
+    """
+    whole, inner = np.zeros((size, size), "float32"), np.zeros((size, size), "float32")
+    whole[box] = coverage(shape, x, y, radius, size)[1]
+    inner_box, covered = coverage(shape, x, y, radius * hollow, size)
+    inner[inner_box] = covered
+    return np.minimum(whole, inner)[box]
 
 
 # Shapes
@@ -126,6 +143,10 @@ def _heart(u, v):
     return discs | wedge | between
 
 
+def _moon(u, v):
+    return _circle(u, v) & ((u - MOON_SHIFT) ** 2 + v**2 >= MOON_INNER**2)
+
+
 INSIDE: dict[str, Callable] = {
     "circle": _circle,
     "square": _square,
@@ -135,6 +156,7 @@ INSIDE: dict[str, Callable] = {
     "ring": _ring,
     "cross": _cross,
     "heart": _heart,
+    "moon": _moon,  # which no scene has: an adapter adds it
 }
 
 
