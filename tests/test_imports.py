@@ -25,7 +25,7 @@ ALLOWED = {
     "models": {"config"},
     "sampling": {"config"},
     "weights": {"adapters", "config", "files", "tokenizer", "models"},
-    "checkpoints": {"config", "tokenizer", "models", "weights"},
+    "checkpoints": {"config", "files", "tokenizer", "models", "weights"},
     "runtime": {"adapters", "config", "files", "sampling", "tokenizer"},
     "components": {"config", "runtime", "sampling", "models", "weights"},
     "export": {
