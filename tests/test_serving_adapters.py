@@ -139,7 +139,7 @@ def test_the_page_has_a_slider_for_each_adapter(front, pipe):
         page.locator("#prompt").press("Control+Enter")
         expect(page.locator("#state")).to_contain_text("Done in")
         card = page.locator("#cards > li").first
-        expect(card.locator(".parameters")).to_contain_text("style@0.8,detail@-0.5")
+        expect(card.locator(".parameters")).to_contain_text("detail@-0.5,style@0.8")
         with page.expect_download() as download:
             card.get_by_text("Download").click()
         with open(download.value.path(), "rb") as file:

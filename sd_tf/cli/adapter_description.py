@@ -4,6 +4,7 @@ import sys
 from collections import Counter, defaultdict
 
 from sd_tf.adapters import Adapter, AdapterError, AdapterFile
+from sd_tf.checkpoints import CONFIG, TINY
 from sd_tf.cli.human_size import human_size
 from sd_tf.config import FAMILIES
 from sd_tf.weights import layers_of
@@ -24,7 +25,7 @@ LAYER_KINDS = {
 def describe_adapter(file: AdapterFile) -> int:
     """Print the description; return exit status 1 if no family takes the adapter."""
     fitting, refusals = {}, defaultdict(list)
-    for family, config in FAMILIES.items():
+    for family, config in {TINY: CONFIG, **FAMILIES}.items():
         try:
             fitting[family] = file.read(layers_of(config))
         except AdapterError as error:

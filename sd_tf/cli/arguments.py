@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sd_tf.files.tensors import CheckpointError
 from sd_tf.runtime.shapes import Shape, ShapeError, Size, parse_shapes, parse_sizes
 
 TOKEN_VARIABLE = "SD_TF_TOKEN"  # noqa: S105, its name alone
 TOKEN_EPILOG = f"A server's key or token is read from the environment variable {TOKEN_VARIABLE}."
 
+EMBEDDED_ADAPTER = "tiny:"  # how the names of the adapters begin that come with the code
 SHAPES = "BxHxW,BxHxW"
 
 
@@ -97,20 +99,32 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """Parse NAME=PATH."""
+    """Parse NAME=PATH, where the path may name an embedded adapter."""
     name, _, path = text.partition("=")
     if not name or not path:
         raise argparse.ArgumentTypeError(f"NAME=PATH. Received: {text!r}")
-    return name, Path(path)
+    return name, Path(place_of_adapter(path))
 
 
-def scaled_path(text: str) -> tuple[str, float]:
+def scaled_path(text: str) -> tuple[str | Path, float]:
     """Parse PATH@SCALE; without a number behind the last @, all of it is the path."""
     path, _, scale = text.rpartition("@")
     try:
-        return path, float(scale)
+        return place_of_adapter(path), float(scale)
     except ValueError:
-        return text, 1.0
+        return place_of_adapter(text), 1.0
+
+
+def place_of_adapter(path: str) -> str | Path:
+    """Return the file of an embedded adapter, `tiny:NAME`; any other path stays as it is."""
+    if not path.startswith(EMBEDDED_ADAPTER):
+        return path
+    from sd_tf.checkpoints import embedded_adapter
+
+    try:
+        return embedded_adapter(path)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def token() -> str | None:

@@ -5,6 +5,7 @@ import sys
 
 from sd_tf.adapters import AdapterError, recognize
 from sd_tf.cli.adapter_description import describe_adapter
+from sd_tf.cli.arguments import place_of_adapter
 from sd_tf.cli.human_size import human_size
 from sd_tf.cli.options import OPENING, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Describe what the source is; return exit status 1 if it would not load."""
     try:
-        file = recognize(options.source)
+        file = recognize(place_of_adapter(options.source))
         if file is not None:
             _check_no_options(options)
             return describe_adapter(file)

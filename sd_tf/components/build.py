@@ -138,7 +138,7 @@ def places_of(
     if wanted.slots:
         with deferred_variables():
             for part, model in models.items():
-                for path, layer in layout.leaves(model):
+                for path, layer in layout.layers(model).items():
                     if hasattr(layer, "kernel") and has_place(path):
                         by_layer[part, path] = _place(f"{PREFIX}{part}.{path}", layer, wanted)
     return Places(wanted.slots, wanted.rank, by_layer)

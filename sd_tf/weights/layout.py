@@ -78,7 +78,7 @@ def _without_kernel(shape, axes):
 def slots(model: keras.layers.Layer) -> dict[str, Slot]:
     """Map the checkpoint's name of every variable of the model to its slot."""
     found = {}
-    for path, layer in leaves(model):
+    for path, layer in _leaves(model, ""):
         for attribute, name, axes in _layout(layer):
             variable = getattr(layer, attribute)
             if variable is not None:
@@ -105,8 +105,7 @@ def _layout(layer):
     return None
 
 
-def leaves(layer, path: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
-    """List the layers that hold variables, by the checkpoint's names."""
+def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
     if _layout(layer) is not None:
         yield path, layer
         return
@@ -120,7 +119,7 @@ def leaves(layer, path: str = "") -> Iterator[tuple[str, keras.layers.Layer]]:
         )
         for child_name, child in children.items():
             if isinstance(child, keras.layers.Layer):
-                yield from leaves(child, f"{path}.{child_name}" if path else child_name)
+                yield from _leaves(child, f"{path}.{child_name}" if path else child_name)
 
 
 def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:
