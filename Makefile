@@ -13,17 +13,29 @@ DEMO_PROMPTS := "a large red star on a dark blue background" \
     "a small green ring left of a large white cross on a gray background" \
     "a small purple circle above a large orange square on a checkered background"
 
-# The embedded checkpoint: exported, verified, drawn, benchmarked with and without XLA.
+# One picture each: more and more of one adapter, the other one, and both.
+DEMO_MIXTURES := outline@0 outline@0.5 outline@1 moon@1 outline@1,moon@1
+DEMO_ADAPTED := "a large yellow moon above a small red star on a dark blue background"
+# Places for both embedded adapters.
+DEMO_PLACES := --adapter_slots 2 --adapter_rank 2 --adapter_layers all
+
+# The embedded checkpoint: exported, verified, drawn, also with adapters, benchmarked with and without
+# XLA.
 demo: $(VENV)/core.stamp
 	@echo "TensorFlow's $(if $(filter cuda,$(CORE)),CUDA build: nvidia-smi lists a GPU,build \
 	for CPUs: nvidia-smi lists no GPU)."
-	$(BIN)/sd-tf export --out exports/tiny --batch_size 4 --overwrite
+	$(BIN)/sd-tf export --out exports/tiny --batch_size 4 $(DEMO_PLACES) --overwrite
+	$(BIN)/sd-tf export-adapters exports/tiny outline=tiny:outline moon=tiny:moon
 	$(BIN)/sd-tf generate $(DEMO_PROMPTS) --export_dir exports/tiny \
 	    --out out/pictures --num_steps 20 --guidance_scale 4 --seed 1 --count 2
+	for mixture in $(DEMO_MIXTURES); do \
+	    $(BIN)/sd-tf generate $(DEMO_ADAPTED) --export_dir exports/tiny --adapter $$mixture \
+	        --out out/adapters/$$mixture --num_steps 20 --guidance_scale 4 --seed 1 \
+	        --compile_cache out/compiled || exit 1; done
 	$(BIN)/sd-tf benchmark --export_dir exports/tiny --all --num_steps 20 \
 	    --prompt "a large red star on a dark blue background" --guidance_scale 4 \
 	    --out out/report
-	@echo "The pictures are in out/pictures, the report beside them in out. To make another:"
+	@echo "The pictures are in out/pictures and out/adapters, the report beside them in out. To make another:"
 	@echo '    $(BIN)/sd-tf generate "a small green heart on a black background"'
 
 # The embedded checkpoint behind a page and TensorFlow Serving's API, until Ctrl+C.
