@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import http.client
+import json
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,3 +77,14 @@ def running_front(folder: Path | None = None, components=COMPONENTS, **settings)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+
+
+def ask(front: RunningFront, method: str, path: str, **body):
+    """Send a request with a JSON body; return the status and the answer's content."""
+    connection = http.client.HTTPConnection(front.http, timeout=60)
+    headers = {"content-type": "application/json"}
+    connection.request(method, path, json.dumps(body) if body else None, headers)
+    answer = connection.getresponse()
+    content = json.loads(answer.read())
+    connection.close()
+    return answer.status, content

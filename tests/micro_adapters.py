@@ -17,10 +17,10 @@ LAYERS = layers_of(micro.CONFIG)
 RANKS = {"style": 2, "detail": 4, "third": 3, "fourth": 2}
 
 
-def lora(path, seed, rank=2, size=0.5, chosen=lambda part, layer: True):
-    """Write a random LoRA of the chosen layers, in PEFT's names."""
+def lora(path, seed, rank=2, size=0.5, chosen=lambda part, layer: True, model=LAYERS):
+    """Write a random LoRA of the chosen layers of a model, in PEFT's names."""
     rng, tensors = np.random.default_rng(seed), {}
-    for part, layers in LAYERS.items():
+    for part, layers in model.items():
         for layer, shape in layers.items():
             if chosen(part, layer):
                 down, up = (rank, *shape[1:]), (shape[0], rank, *[1] * (len(shape) - 2))

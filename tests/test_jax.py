@@ -30,16 +30,18 @@ from sd_tf.jax.chips import CHIPS, chip_of, outlook, row, runs_of
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.parameter import CallError
 from sd_tf.training import memory
-from sd_tf.weights import Checkpoint, open_checkpoint
+from sd_tf.weights import Checkpoint, layers_of, open_checkpoint
 from tests import micro
-from tests.exports import micro_folder, small_folder
+from tests.exports import CONFIG, micro_folder, small_folder
+from tests.micro_adapters import lora
 from tests.peer_pipelines import check_pictures, psnr
 
 pytestmark = [pytest.mark.backend, pytest.mark.jax]
 
 HERE = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
 PROMPTS = ["a red star", "two cats"]
-FIXED = Fixed(batch_size=2, height=64, width=64, max_steps=8)
+SMALL = {"batch_size": 2, "height": 64, "width": 64, "max_steps": 8, "adapter_slots": 2}
+FIXED = Fixed(**SMALL)
 FRESH = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -59,9 +61,7 @@ def compilations():
 
 @pytest.fixture(scope="module")
 def pipe():
-    return JaxPipeline.from_checkpoint(
-        small_folder(), None, "float32", batch_size=2, height=64, width=64, max_steps=8
-    )
+    return JaxPipeline.from_checkpoint(small_folder(), None, "float32", **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,31 @@ def test_nothing_is_compiled_again(pipe, compilations):
     assert np.array_equal(first, again)
     assert all(psnr(first, other) < 40 for other in pictures)
     assert psnr(pipe(PROMPTS[::-1], num_steps=4, seed=1).images, first) < 40
+    assert compilations == []
+
+
+def test_adapters_are_switched_without_compiling(pipe, compiled, compilations, tmp_path):
+    def in_transformers(part, layer):
+        return part != "unet" or ".attentions." in layer
+
+    model = layers_of(CONFIG)
+    files = [lora(tmp_path / f"{i}.safetensors", i, 4, 0.5, in_transformers, model) for i in (0, 1)]
+    call = {"num_steps": 2, "seed": 1}
+    plain = pipe(PROMPTS, **call, adapters={}).images
+    loaded = JaxPipeline.load(compiled)
+    assert np.array_equal(loaded(PROMPTS, **call).images, plain)
+    compilations.clear()
+    pictures = []
+    for chain in (pipe, loaded):
+        for name, file in zip(("one", "two"), files, strict=True):
+            chain.load_adapter(name, file)
+        pictures.append(chain(PROMPTS, **call, adapters={"one": 0.8, "two": -0.5}).images)
+        assert psnr(chain(PROMPTS, **call, adapters={"one": 0.8}).images, pictures[-1]) < 45
+        chain.unload_adapter("two")
+        chain.unload_adapter("one")
+        assert np.array_equal(chain(PROMPTS, **call).images, plain)
+    assert psnr(pictures[0], plain) < 40
+    assert np.array_equal(*pictures)
     assert compilations == []
 
 

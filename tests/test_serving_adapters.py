@@ -1,7 +1,6 @@
 """Adapters behind the Ray Serve application's front, TensorFlow Serving's API and batch files."""
 
 import base64
-import http.client
 import io
 import json
 import random
@@ -16,7 +15,7 @@ from playwright.sync_api import expect
 from sd_tf.cli.main import main
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.serving.client import Client
-from tests.fronts import running_front
+from tests.fronts import ask, running_front
 from tests.micro_adapters import adapter_files, written_export
 from tests.page_browser import PATIENCE, chromium, opened
 
@@ -38,16 +37,6 @@ def front():
     settings = {"num_steps": 2, "guidance_scale": 4.0, "max_queue": REQUESTS}
     with running_front(written_export(), **settings) as front:
         yield front
-
-
-def ask(front, method, path, **body):
-    connection = http.client.HTTPConnection(front.http, timeout=60)
-    headers = {"content-type": "application/json"}
-    connection.request(method, path, json.dumps(body) if body else None, headers)
-    answer = connection.getresponse()
-    content = json.loads(answer.read())
-    connection.close()
-    return answer.status, content
 
 
 def pixels(png):

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import http.client
 import io
 import json
 from pathlib import Path
@@ -23,7 +22,7 @@ from sd_tf.serving.ray_app.models import ModelReplica
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.tf_serving.predict import Servable
 from tests.exports import shaped_export
-from tests.fronts import running_front
+from tests.fronts import ask, running_front
 from tests.page_browser import PATIENCE, chromium, opened
 
 PROMPT = "a large red star"
@@ -41,16 +40,6 @@ def pipe():
 def front():
     with running_front(shaped_export(), num_steps=2, guidance_scale=4.0) as front:
         yield front
-
-
-def ask(front, method, path, **body):
-    connection = http.client.HTTPConnection(front.http, timeout=60)
-    headers = {"content-type": "application/json"}
-    connection.request(method, path, json.dumps(body) if body else None, headers)
-    answer = connection.getresponse()
-    content = json.loads(answer.read())
-    connection.close()
-    return answer.status, content
 
 
 def pixels(files):
