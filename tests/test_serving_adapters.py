@@ -13,6 +13,7 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from sd_tf.cli.main import main
+from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.serving.client import Client
 from tests.fronts import ask, running_front
@@ -111,6 +112,12 @@ def test_a_client_of_tensorflow_serving_gives_adapters(front, pipe):
         with Client(server, written_export(), jit_compile=False) as client:
             picture = client(PROMPT, seed=3, adapters=MIXTURE, **CALL).images[0]
         assert differ(picture, pipe(PROMPT, seed=3, adapters=MIXTURE, **CALL).images[0]) <= 1
+        for change in (
+            lambda client=client: client.load_adapter("new", adapter_files()["style"]),
+            lambda client=client: client.unload_adapter("style"),
+        ):
+            with pytest.raises(ExportError, match="put others there with `sd-tf export-adapters`"):
+                change()
 
 
 def test_the_page_has_a_slider_for_each_adapter(front, pipe):

@@ -58,11 +58,7 @@ def layers_of(folder: Path, manifest: Manifest) -> dict[str, Layers]:
 
 def opened(path: str | Path, layers: Mapping[str, Layers], places: AdapterPlaces) -> Adapter:
     """Read an adapter's file; refuse one that does not fit the places."""
-    if not places.slots:
-        raise ExportError(
-            "The export has no places for adapters: export with --adapter_slots, or merge the "
-            "adapter with --lora."
-        )
+    check_switchable(layers, places)
     records = {part: found for one in layers.values() for part, found in one.parts.items()}
     shapes = {
         part: {path: record.shape for path, record in found.items()}
@@ -72,6 +68,20 @@ def opened(path: str | Path, layers: Mapping[str, Layers], places: AdapterPlaces
     _check_places(adapter, records, places)
     _check_kinds(adapter, places)
     return adapter
+
+
+def check_switchable(layers: Mapping[str, Layers], places: AdapterPlaces) -> None:
+    """Refuse to change adapters where there are no places, or where they are in a server."""
+    if not places.slots:
+        raise ExportError(
+            "The export has no places for adapters: export with --adapter_slots, or merge the "
+            "adapter with --lora."
+        )
+    if not layers:
+        raise ExportError(
+            "The models run in a server, whose adapters lie in its export: put others there with "
+            "`sd-tf export-adapters`."
+        )
 
 
 def _check_places(adapter: Adapter, records, places: AdapterPlaces) -> None:

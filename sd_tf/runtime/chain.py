@@ -18,10 +18,10 @@ from PIL import Image
 
 from sd_tf.adapters import Adapter
 from sd_tf.runtime import call as calls
-from sd_tf.runtime.adapter_places import AdapterPlaces
 from sd_tf.runtime.adapters import (
     Layers,
     SwitchLock,
+    check_switchable,
     opened,
     rows_of,
     with_adapter,
@@ -159,23 +159,27 @@ class Chain:
         Calls that run end before; nothing is compiled.
         """
         adapter = opened(path, self._layers, self.manifest.adapters)
-        places = with_adapter(self.manifest.adapters, name, adapter)
-        self._change(places, places.loaded[name].slot, adapter)
+        with self._switch.changing():
+            places = with_adapter(self.manifest.adapters, name, adapter)
+            self._fill(places.loaded[name].slot, adapter)
+            self.manifest = replace(self.manifest, adapters=places)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter's place."""
-        before = self.manifest.adapters
-        after = without_adapter(before, name)
-        self._change(after, before.loaded[name].slot, None)
-
-    def _change(self, places: AdapterPlaces, slot: int, adapter: Adapter | None) -> None:
-        """Fill a slot of all replicas while no call runs."""
+        check_switchable(self._layers, self.manifest.adapters)
         with self._switch.changing():
-            for component, layers in self._layers.items():
-                rows = rows_of(adapter, layers, places)
-                for replica in self._replicas:
-                    replica.put(component, rows, slot * places.rank)
+            before = self.manifest.adapters
+            places = without_adapter(before, name)
+            self._fill(before.loaded[name].slot, None)
             self.manifest = replace(self.manifest, adapters=places)
+
+    def _fill(self, slot: int, adapter: Adapter | None) -> None:
+        """Write an adapter, or zeros, into a slot of all replicas."""
+        places = self.manifest.adapters
+        for component, layers in self._layers.items():
+            rows = rows_of(adapter, layers, places)
+            for replica in self._replicas:
+                replica.put(component, rows, slot * places.rank)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures: a preview."""

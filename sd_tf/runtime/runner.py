@@ -48,11 +48,11 @@ class Runner(ABC):
         self.jit_compile = jit_compile
 
     def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
-        """Write rows of all matrices of a component's places for adapters, from `first` on."""
-        raise ExportError(
-            "The models run in a server, whose adapters lie in its export: put others there with "
-            "`sd-tf export-adapters`."
-        )
+        """Write rows of all matrices of a component's places for adapters, from `first` on.
+
+        Runners whose models are in a server have no such method.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> Mapping[str, Any]:
