@@ -132,7 +132,7 @@ def test_an_adapter_is_described(tmp_path, capsys):
     bundle = lora(tmp_path, "bundle", {"bundle_emb.cat.string_to_param.*": np.ones(1)})
     assert main(["weights", str(bundle)]) == 1
     printed = capsys.readouterr()
-    assert "would not load into sd1, sd2-base," in printed.err and "bundle_emb" in printed.err
+    assert "would not load into tiny, sd1, sd2-base," in printed.err and "bundle_emb" in printed.err
     assert "sd-tf weights CHECKPOINT --lora ADAPTER" in printed.err
 
     assert main(["weights", str(file), "--variant", "fp16"]) == 1

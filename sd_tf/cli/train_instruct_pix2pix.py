@@ -59,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.training import edit
     from sd_tf.training.pairs import WorldPairs, open_pairs
 
-    settings = read_settings(options)
-    options.lora = read_lora(options)
+    settings, lora = read_settings(options), read_lora(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
     count = world_count(options, options.data)
@@ -69,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         pairs = WorldPairs(count, size, host=host)
     report(f"{len(pairs)} pairs")
-    names = [field.name for field in dataclasses.fields(edit.EditOptions) if field.name != "size"]
-    chosen = edit.EditOptions(size, **{name: getattr(options, name) for name in names})
+    names = {field.name for field in dataclasses.fields(edit.EditOptions)} - {"size", "lora"}
+    chosen = edit.EditOptions(size, lora=lora, **{name: getattr(options, name) for name in names})
     if chosen.flip is None:
         chosen = dataclasses.replace(chosen, flip=0.5 if count is None else 0.0)
     edit.train(checkpoint, pairs, settings, chosen, options.folder, report)
