@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from sd_tf.checkpoints import TINY_FOLDER
+from sd_tf.files import atomic
+from sd_tf.files.tensors import open_safetensors, read_metadata, save_safetensors
 from sd_tf.training import world
 from sd_tf.training.data import World
 from sd_tf.training.finetune import FinetuneOptions, finetune
@@ -47,6 +49,7 @@ class Recipe:
     lora: LoraOptions
     train_text_encoder: bool = False  # for a word that the checkpoint has not seen
     scenes: int = 4000
+    left_out: tuple[str, ...] = ()  # layers with the smallest changes, to save space
 
 
 SETTINGS = Settings(
@@ -66,6 +69,12 @@ RECIPES = {
         LoraOptions(rank=2, conv=True),
         train_text_encoder=True,
         scenes=1500,
+        left_out=(
+            "unet.up_blocks.2.resnets.0.conv_shortcut",
+            "unet.up_blocks.2.resnets.1.conv1",
+            "unet.up_blocks.2.resnets.1.conv2",
+            "unet.up_blocks.2.resnets.1.conv_shortcut",
+        ),
     ),
 }
 
@@ -82,4 +91,18 @@ def train(
     options = FinetuneOptions(
         recipe.train_text_encoder, save_dtype="float16", lora=recipe.lora, min_snr=None
     )
-    return finetune(checkpoint, source, recipe.settings, options, folder, report)
+    file = finetune(checkpoint, source, recipe.settings, options, folder, report)
+    _leave_out(file, recipe.left_out)
+    return file
+
+
+def _leave_out(file: Path, layers: tuple[str, ...]) -> None:
+    """Rewrite an adapter's file without some layers."""
+    kept = {
+        name: tensor.read()
+        for name, tensor in open_safetensors(file).items()
+        if not name.startswith(tuple(f"{layer}." for layer in layers))
+    }
+    metadata = read_metadata(file)
+    with atomic.new_file(file) as part:
+        save_safetensors(kept, part, metadata)
