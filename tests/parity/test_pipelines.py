@@ -94,8 +94,8 @@ def of(*families):
 
 
 @pytest.fixture(scope="module")
-def adapters(pair, tmp_path_factory):
-    """name → a random LoRA's file, saved by diffusers and in both pipelines; of different ranks."""
+def adapter_files(pair, tmp_path_factory):
+    """name → a random LoRA's file, saved by diffusers; of different ranks."""
     kinds = {
         "attention": {"targets": ATTENTION, "r": 3, "lora_alpha": 3},
         "all": {"targets": EVERYWHERE, "r": 4, "lora_alpha": 2},
@@ -103,12 +103,18 @@ def adapters(pair, tmp_path_factory):
     files = {}
     for seed, (name, kind) in enumerate(kinds.items()):
         files[name] = save_lora(pair.theirs, tmp_path_factory.mktemp(name), seed, **kind)
-    for name, file in files.items():
+    return files
+
+
+@pytest.fixture
+def adapters(pair, adapter_files):
+    """Both pipelines have the adapters, during one test."""
+    for name, file in adapter_files.items():
         pair.theirs.load_lora_weights(file.parent, adapter_name=name)
         pair.ours.load_adapter(name, file)
-    yield files
+    yield
     pair.theirs.unload_lora_weights()
-    for name in files:
+    for name in adapter_files:
         pair.ours.unload_adapter(name)
 
 
