@@ -671,7 +671,7 @@ GOOD = form(("prompt", b"a red star " * 9), ("seed", b"1"), ("strength", b"1"), 
             FORM,
             "prompt: Input should be a valid string",
         ),
-        (form(("image", OPAQUE), ("prompt", b"a"), ("o[k]", b"a")), FORM, "o[k]: there is no such"),
+        (form(("image", OPAQUE), ("prompt", b"a"), ("o[k]", b"a")), FORM, "o: there is no such"),
         (
             form(("image[]", OPAQUE), ("prompt", b"a"), ("n", b"")),
             FORM,
