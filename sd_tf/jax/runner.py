@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from sd_tf.jax.sharding import place, to_host
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.runner import Runner
+from sd_tf.runtime.runner import LocalRunner
 from sd_tf.runtime.shapes import Shape
 
 
@@ -27,7 +27,7 @@ class Program:
         return self.run(weights, state, inputs)
 
 
-class JaxRunner(Runner):
+class JaxRunner(LocalRunner):
     """Runs the components on one mesh."""
 
     def __init__(

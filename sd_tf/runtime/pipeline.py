@@ -14,7 +14,7 @@ from sd_tf.runtime.call import needed_pictures
 from sd_tf.runtime.chain import NEEDED, Chain, Result, open_export
 from sd_tf.runtime.compile_cache import publish, set_compile_cache
 from sd_tf.runtime.manifest import ExportError, Manifest
-from sd_tf.runtime.runner import Callback, Runner
+from sd_tf.runtime.runner import Callback, LocalRunner
 from sd_tf.runtime.saved_model import SavedModel, best_device, tell_misfit
 from sd_tf.runtime.shapes import Shape
 
@@ -61,7 +61,7 @@ class Pipeline(Chain):
         return cls(manifest, replicas, tokenizers, time.perf_counter() - start, layers)
 
 
-class SavedModelRunner(Runner):
+class SavedModelRunner(LocalRunner):
     """Runs the SavedModels on one device."""
 
     def __init__(self, folder: Path, manifest: Manifest, jit_compile: bool, device: str | None):

@@ -47,13 +47,6 @@ class Runner(ABC):
         self.manifest = manifest
         self.jit_compile = jit_compile
 
-    def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
-        """Write rows of all matrices of a component's places for adapters, from `first` on.
-
-        Runners whose models are in a server have no such method.
-        """
-        raise NotImplementedError
-
     @abstractmethod
     def call(self, component: str, endpoint: str, shape: Shape, **inputs) -> Mapping[str, Any]:
         """Run one endpoint for a shape; return outputs that `to_host` and another `call` take."""
@@ -184,6 +177,14 @@ class Runner(ABC):
         if use_of_picture(self.manifest) == EDIT:
             scales["image_guidance_scale"] = np.float32(request.shared.image_guidance_scale)
         return scales
+
+
+class LocalRunner(Runner):
+    """Runs models that this process holds, so that it can write into their places for adapters."""
+
+    @abstractmethod
+    def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
+        """Write rows of all matrices of a component's places, from `first` on."""
 
 
 @dataclass
