@@ -6,9 +6,24 @@
 from sd_tf.config.autoencoder import AutoencoderConfig, LatentScale
 from sd_tf.config.errors import ConfigError
 from sd_tf.config.families import FAMILIES, family_of, has_named_sizes, with_kerascv_numerics
-from sd_tf.config.pipeline import AUTOENCODER, LATENT_INPUTS, PipelineConfig, latent_inputs_of
-from sd_tf.config.schedule import SAMPLERS, SCALED_LINEAR, SamplerSpec, ScheduleConfig
-from sd_tf.config.text import END_TOKEN, START_TOKEN, TextEncoderConfig
+from sd_tf.config.flux import FluxConfig
+from sd_tf.config.mmdit import MMDiTConfig
+from sd_tf.config.pipeline import (
+    AUTOENCODER,
+    LATENT_INPUTS,
+    DenoiserConfig,
+    PipelineConfig,
+    TextConfig,
+    latent_inputs_of,
+)
+from sd_tf.config.schedule import (
+    SAMPLERS,
+    SCALED_LINEAR,
+    DynamicShift,
+    SamplerSpec,
+    ScheduleConfig,
+)
+from sd_tf.config.text import END_TOKEN, START_TOKEN, T5EncoderConfig, TextEncoderConfig
 from sd_tf.config.unet import AddedConditioning, UNetConfig
 
 __all__ = [
@@ -22,10 +37,16 @@ __all__ = [
     "AddedConditioning",
     "AutoencoderConfig",
     "ConfigError",
+    "DenoiserConfig",
+    "DynamicShift",
+    "FluxConfig",
     "LatentScale",
+    "MMDiTConfig",
     "PipelineConfig",
     "SamplerSpec",
     "ScheduleConfig",
+    "T5EncoderConfig",
+    "TextConfig",
     "TextEncoderConfig",
     "UNetConfig",
     "family_of",

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sd_tf.config.autoencoder import AutoencoderConfig
+from sd_tf.config.flux import FluxConfig
+from sd_tf.config.mmdit import MMDiTConfig
 from sd_tf.config.pipeline import PipelineConfig
-from sd_tf.config.schedule import ScheduleConfig
-from sd_tf.config.text import END_TOKEN, TextEncoderConfig
+from sd_tf.config.schedule import DynamicShift, ScheduleConfig
+from sd_tf.config.text import END_TOKEN, T5EncoderConfig, TextEncoderConfig
 from sd_tf.config.unet import AddedConditioning, UNetConfig
 
 CLIP_L = TextEncoderConfig()
@@ -61,6 +63,37 @@ SDXL_VAE = AutoencoderConfig(scaling_factor=0.13025, force_upcast=True, sample_s
 
 SD_SCHEDULE = ScheduleConfig()
 SDXL_SCHEDULE = replace(SD_SCHEDULE, sampler="euler")
+SD3_MEDIUM = MMDiTConfig()
+SD35_MEDIUM = replace(
+    SD3_MEDIUM,
+    max_patches=384,
+    dual_layers=tuple(range(13)),
+    qk_norm=True,
+    skip_layers=(7, 8, 9),
+)
+SD35_LARGE = replace(SD3_MEDIUM, num_layers=38, num_heads=38, pooled_dim=2048, qk_norm=True)
+SD3_VAE = AutoencoderConfig(
+    latent_channels=16,
+    quant_conv=False,
+    post_quant_conv=False,
+    scaling_factor=1.5305,
+    shift_factor=0.0609,
+    sample_size=1024,
+)
+SD3_SCHEDULE = ScheduleConfig(
+    kind="flow", prediction="flow", sampler="flow_euler", shift=3.0, spacing="linspace"
+)
+SD3_TEXTS = {
+    "text_encoder": replace(SDXL_CLIP_L, projection_dim=768),
+    "text_encoder_2": SDXL_OPENCLIP_G,
+    "text_encoder_3": T5EncoderConfig(),
+}
+FLUX_VAE = replace(SD3_VAE, scaling_factor=0.3611, shift_factor=0.1159)
+FLUX_TEXTS = {
+    "text_encoder": replace(CLIP_L, pools_unprojected=True),
+    "text_encoder_2": T5EncoderConfig(max_length=512),
+}
+FLUX_SCHEDULE = replace(SD3_SCHEDULE, shift=1.0, spacing="trailing")
 
 SD1 = PipelineConfig({"text_encoder": CLIP_L}, SD1_UNET, SD_VAE, SD_SCHEDULE)
 SDXL_BASE = PipelineConfig(
@@ -96,18 +129,37 @@ FAMILIES = {
     "inpaint": replace(
         SD1, denoiser=replace(SD1_UNET, in_channels=9), latent_inputs="mask_and_image"
     ),
+    "sd3-medium": PipelineConfig(SD3_TEXTS, SD3_MEDIUM, SD3_VAE, SD3_SCHEDULE),
+    "sd3.5-medium": PipelineConfig(SD3_TEXTS, SD35_MEDIUM, SD3_VAE, SD3_SCHEDULE),
+    "sd3.5-large": PipelineConfig(SD3_TEXTS, SD35_LARGE, SD3_VAE, SD3_SCHEDULE),
+    "flux-schnell": PipelineConfig(FLUX_TEXTS, FluxConfig(), FLUX_VAE, FLUX_SCHEDULE),
+    "flux-dev": PipelineConfig(
+        FLUX_TEXTS,
+        FluxConfig(guidance_embeds=True),
+        FLUX_VAE,
+        replace(FLUX_SCHEDULE, shift=3.0, dynamic_shift=DynamicShift()),
+    ),
 }
 
 # The traits that distinguish families, whatever the sizes of their weights.
 TRAITS: dict[str, Callable[[PipelineConfig], object]] = {
+    "denoiser": lambda config: type(config.denoiser),
     "latent_inputs": lambda config: config.latent_inputs,
-    "added": lambda config: config.denoiser.added is not None,
+    "added": lambda config: config.denoiser.num_time_ids > 0,
     "text_encoders": lambda config: tuple(config.text_encoders),
     "prediction": lambda config: config.schedule.prediction,
     "linear_projection": lambda config: config.denoiser.linear_projection,
+    "qk_norm": lambda config: config.denoiser.qk_norm,
+    "dual": lambda config: bool(config.denoiser.dual_layers),
+    "told_guidance": lambda config: config.denoiser.is_told_guidance,
 }
 # Family → the traits that identify it; a checkpoint's family is the first whose traits all agree.
 KNOWN_BY = {
+    "sd3-medium": ("denoiser", "qk_norm"),
+    "sd3.5-medium": ("denoiser", "dual"),
+    "sd3.5-large": ("denoiser",),
+    "flux-dev": ("denoiser", "told_guidance"),
+    "flux-schnell": ("denoiser",),
     "inpaint": ("latent_inputs",),
     "instruct-pix2pix": ("latent_inputs", "added"),
     "sdxl-instruct-pix2pix": ("latent_inputs", "added"),

@@ -5,9 +5,14 @@ from dataclasses import dataclass
 
 from sd_tf.config.autoencoder import AutoencoderConfig
 from sd_tf.config.errors import ConfigError
+from sd_tf.config.flux import FluxConfig
+from sd_tf.config.mmdit import MMDiTConfig
 from sd_tf.config.schedule import SAMPLERS, ScheduleConfig
-from sd_tf.config.text import TextEncoderConfig
+from sd_tf.config.text import T5EncoderConfig, TextEncoderConfig
 from sd_tf.config.unet import UNetConfig
+
+TextConfig = TextEncoderConfig | T5EncoderConfig
+DenoiserConfig = UNetConfig | MMDiTConfig | FluxConfig
 
 AUTOENCODER = "vae"  # the component's name in a checkpoint
 
@@ -26,15 +31,16 @@ class PipelineConfig:
     Text encoders are keyed by component name, in the order in which their outputs are concatenated.
     """
 
-    text_encoders: Mapping[str, TextEncoderConfig]
-    denoiser: UNetConfig
+    text_encoders: Mapping[str, TextConfig]
+    denoiser: DenoiserConfig
     autoencoder: AutoencoderConfig
     schedule: ScheduleConfig
     latent_inputs: str = "none"  # beside the noisy latents: none | image | mask_and_image
     zero_empty_negative: bool = False  # SDXL: no negative prompt is encoded as zeros, not as ""
+    zero_tokens: int = 0  # SD3: zeros at the end of the context, in place of a T5 that is left out
 
     @property
-    def components(self) -> dict[str, TextEncoderConfig | UNetConfig | AutoencoderConfig]:
+    def components(self) -> dict[str, TextConfig | DenoiserConfig | AutoencoderConfig]:
         """The checkpoint's components by name."""
         return {
             **self.text_encoders,
@@ -47,28 +53,33 @@ class PipelineConfig:
         """The height and width in pixels for which the model was trained."""
         return self.denoiser.sample_size * self.autoencoder.downscale
 
+    @property
+    def clip_encoders(self) -> dict[str, TextEncoderConfig]:
+        return {k: v for k, v in self.text_encoders.items() if isinstance(v, TextEncoderConfig)}
+
+    @property
+    def t5_encoders(self) -> dict[str, T5EncoderConfig]:
+        return {k: v for k, v in self.text_encoders.items() if isinstance(v, T5EncoderConfig)}
+
+    @property
+    def size_multiple(self) -> int:
+        """The number of pixels of which a picture's sides are multiples."""
+        return self.autoencoder.downscale * self.denoiser.patch_size
+
+    def patches(self, size: tuple[int, int]) -> int:
+        """Return the number of patches of a picture of that height and width."""
+        height, width = size
+        return (height // self.size_multiple) * (width // self.size_multiple)
+
     def check(self) -> "PipelineConfig":
         """Raise if the parts do not fit one another; return self."""
-        width = sum(encoder.hidden_size for encoder in self.text_encoders.values())
-        if width != self.denoiser.context_dim:
-            raise ConfigError(
-                f"The denoiser's context must be as wide as the text encoders' outputs together. "
-                f"Received: context_dim={self.denoiser.context_dim} (cross_attention_dim), but the "
-                f"text encoders give {width}"
-            )
-        if self.denoiser.added is not None:
-            pooled = [e.projection_dim for e in self.text_encoders.values() if e.projection_dim]
-            if pooled != [self.denoiser.added.pooled_dim]:
-                raise ConfigError(
-                    f"The denoiser needs exactly one pooled text embedding, of width "
-                    f"{self.denoiser.added.pooled_dim}. The text encoders give: {pooled}"
-                )
+        CONDITIONERS[self.denoiser.conditioner](self)
         found = latent_inputs_of(self.denoiser, self.autoencoder)
         if found != self.latent_inputs:
             raise ConfigError(
                 f"latent_inputs must be what the denoiser's in_channels are for. Received: "
                 f"latent_inputs={self.latent_inputs!r}, but in_channels="
-                f"{self.denoiser.in_channels}, which is for {found!r}"
+                f"{self.denoiser.latent_channels}, which is for {found!r}"
             )
         if self.schedule.sampler not in SAMPLERS:
             raise ConfigError(
@@ -77,13 +88,84 @@ class PipelineConfig:
         return self
 
 
-def latent_inputs_of(denoiser: UNetConfig, autoencoder: AutoencoderConfig) -> str:
+def _check_clip(config: PipelineConfig) -> None:
+    """Check that the contexts fill the denoiser's side by side, and one text is pooled."""
+    encoders, denoiser = config.text_encoders.values(), config.denoiser
+    width = sum(encoder.hidden_size for encoder in encoders)
+    if width != denoiser.context_dim:
+        raise ConfigError(
+            f"The denoiser's context must be as wide as the text encoders' outputs together. "
+            f"Received: context_dim={denoiser.context_dim} (cross_attention_dim), but the "
+            f"text encoders give {width}"
+        )
+    if denoiser.pooled_dim is not None:
+        pooled = [encoder.pooled_dim for encoder in encoders if encoder.pooled_dim]
+        if pooled != [denoiser.pooled_dim]:
+            raise ConfigError(
+                f"The denoiser needs exactly one pooled text embedding, of width "
+                f"{denoiser.pooled_dim}. The text encoders give: {pooled}"
+            )
+
+
+def _check_sd3(config: PipelineConfig) -> None:
+    """Check that CLIP's contexts fit into the denoiser's, T5's fill it, and all CLIPs are pooled.
+
+    What the tokens of a T5 that is left out would be, zeros are.
+    """
+    clips, denoiser = config.clip_encoders.values(), config.denoiser
+    width = sum(encoder.hidden_size for encoder in clips)
+    if width > denoiser.context_dim:
+        raise ConfigError(
+            f"The outputs of the CLIP text encoders together are at most as wide as the denoiser's "
+            f"context. Received: context_dim={denoiser.context_dim} (joint_attention_dim), but "
+            f"they give {width}"
+        )
+    _check_t5(config, most=1)
+    if bool(config.zero_tokens) == bool(config.t5_encoders):
+        raise ConfigError(
+            f"A context ends with T5's tokens, or with zeros in their place. Received: "
+            f"{len(config.t5_encoders)} T5 encoders and {config.zero_tokens} zero tokens"
+        )
+    _check_pooled(config)
+
+
+def _check_flux(config: PipelineConfig) -> None:
+    """Check that T5 gives the denoiser's context and CLIP the pooled text."""
+    _check_t5(config, least=1)
+    _check_pooled(config)
+
+
+def _check_t5(config: PipelineConfig, least: int = 0, most: int = 1) -> None:
+    widths = [encoder.hidden_size for encoder in config.t5_encoders.values()]
+    if not least <= len(widths) <= most or set(widths) - {config.denoiser.context_dim}:
+        raise ConfigError(
+            f"The denoiser takes {'a' if least else 'at most one'} T5 encoder, as wide as its "
+            f"context: {config.denoiser.context_dim} (joint_attention_dim). Received: "
+            f"{', '.join(map(str, widths)) or 'none'}"
+        )
+
+
+def _check_pooled(config: PipelineConfig) -> None:
+    widths = [encoder.pooled_dim or 0 for encoder in config.clip_encoders.values()]
+    if not all(widths) or sum(widths) != config.denoiser.pooled_dim:
+        raise ConfigError(
+            f"The pooled texts of the CLIP text encoders together are as wide as the denoiser's "
+            f"pooled_projection_dim, {config.denoiser.pooled_dim}. Received: "
+            f"{', '.join(map(str, widths)) or 'none'}"
+        )
+
+
+# How texts become a denoiser's conditions → the check that its parts can.
+CONDITIONERS = {"clip": _check_clip, "sd3": _check_sd3, "flux": _check_flux}
+
+
+def latent_inputs_of(denoiser: DenoiserConfig, autoencoder: AutoencoderConfig) -> str:
     """Tell the kind of input beside the latents by the channel counts, as no file names it."""
     channels = autoencoder.latent_channels
     known = {channels + extra(channels): name for name, extra in LATENT_INPUTS.items()}
-    if denoiser.in_channels not in known:
+    if denoiser.latent_channels not in known:
         raise ConfigError(
             f"With {channels} latent channels, in_channels must be one of "
-            f"{', '.join(map(str, known))}. Received: in_channels={denoiser.in_channels}"
+            f"{', '.join(map(str, known))}. Received: in_channels={denoiser.latent_channels}"
         )
-    return known[denoiser.in_channels]
+    return known[denoiser.latent_channels]

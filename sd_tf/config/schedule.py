@@ -1,6 +1,7 @@
 """The configuration of the noise schedule, and the named samplers that walk it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 SCALED_LINEAR = "scaled_linear"
 
@@ -13,7 +14,7 @@ class SamplerSpec:
     """
 
     method: str
-    spacing: str = "leading"  # leading | linspace | trailing
+    spacing: str = "leading"  # leading | linspace | trailing; flow: the schedule's own
     karras: bool = False
 
 
@@ -34,16 +35,36 @@ SAMPLERS = {
     "unipc": SamplerSpec("unipc", "linspace"),
     "lms": SamplerSpec("lms", "linspace"),
     "lcm": SamplerSpec("lcm"),
+    "flow_euler": SamplerSpec("euler", "flow"),
+    "flow_heun": SamplerSpec("heun", "flow"),
+    "flow_dpmpp_2m": SamplerSpec("dpmpp_2m", "flow"),
     "kerascv": SamplerSpec("kerascv"),
     "kerascv-2022": SamplerSpec("kerascv-2022"),
 }
 
 
 @dataclass(frozen=True)
+class DynamicShift:
+    """A shift of flow matching that grows with the picture, between two numbers of patches."""
+
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_patches: int = 256
+    max_patches: int = 4096
+    exponential: bool = True  # the shift is e to the interpolated number, not the number itself
+
+    def at(self, patches: int) -> float:
+        """Return the shift for a picture of so many patches."""
+        slope = (self.max_shift - self.base_shift) / (self.max_patches - self.base_patches)
+        mu = self.base_shift + slope * (patches - self.base_patches)
+        return math.exp(mu) if self.exponential else mu
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """The noise schedule that the model was trained with, and the sampler its makers chose.
 
-    A β schedule is described by its betas, flow matching by `shift` alone.
+    A β schedule is described by its betas, flow matching by its spacing and shifts.
     """
 
     num_train_timesteps: int = 1000
@@ -55,4 +76,18 @@ class ScheduleConfig:
     steps_offset: int = 1
     set_alpha_to_one: bool = False
     kind: str = "beta"  # beta | flow
-    shift: float = 1.0  # flow: how much longer the walk stays at high noise
+    # Flow matching:
+    shift: float = 1.0  # how much longer the walk stays at high noise
+    spacing: str = "linspace"  # of the steps: linspace, as in SD3 | trailing, as in Flux
+    dynamic_shift: DynamicShift | None = None  # in place of the one `shift` for all sizes
+    shift_terminal: float | None = None  # the last level's noise, to which all are stretched
+
+    @property
+    def is_flow(self) -> bool:
+        return self.kind == "flow"
+
+    def for_patches(self, patches: int) -> "ScheduleConfig":
+        """Return the schedule for pictures of one size."""
+        if self.dynamic_shift is None:
+            return self
+        return replace(self, shift=self.dynamic_shift.at(patches))

@@ -1,6 +1,7 @@
-"""The configuration of a text encoder."""
+"""The configurations of the text encoders: CLIP's and T5's."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from sd_tf.config.errors import ConfigError
 
@@ -10,6 +11,8 @@ START_TOKEN, END_TOKEN = 49406, 49407
 @dataclass(frozen=True)
 class TextEncoderConfig:
     """A CLIP text transformer; the defaults are SD1's ViT-L."""
+
+    tokens: ClassVar[str] = "tokens"  # the input that takes its ids
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -21,9 +24,15 @@ class TextEncoderConfig:
     layer_norm_eps: float = 1e-5
     context_layer: int = 1  # counted from the end: 1 is the last layer, 2 the penultimate
     context_norm: bool = True  # the final LayerNorm applied to the context
-    projection_dim: int | None = None  # width of the pooled output; None: no pooled output
+    projection_dim: int | None = None  # width of the pooled output; None: it is not projected
+    pools_unprojected: bool = False  # without a projection there is a pooled output, too
     eos_token_id: int | None = END_TOKEN  # None: the row of the highest id is pooled
     pad_token_id: int = END_TOKEN
+
+    @property
+    def pooled_dim(self) -> int | None:
+        """The width of the pooled output; None: there is none."""
+        return self.hidden_size if self.pools_unprojected else self.projection_dim
 
     def skip(self, clip_skip: int) -> "TextEncoderConfig":
         """Return the encoder with its context taken `clip_skip` layers earlier."""
@@ -34,3 +43,23 @@ class TextEncoderConfig:
                 f"text encoder of {self.num_layers} layers. Received: {clip_skip}"
             )
         return replace(self, context_layer=layer)
+
+
+@dataclass(frozen=True)
+class T5EncoderConfig:
+    """T5's encoder, of which a context alone is taken; the defaults are v1.1 XXL's."""
+
+    tokens: ClassVar[str] = "t5_tokens"  # the input that takes its ids
+    pooled_dim: ClassVar[None] = None  # it has no pooled output
+
+    hidden_size: int = 4096
+    intermediate_size: int = 10240
+    num_layers: int = 24
+    num_heads: int = 64
+    head_dim: int = 64
+    vocab_size: int = 32128
+    num_buckets: int = 32  # of distances between tokens
+    max_distance: int = 128
+    norm_eps: float = 1e-6
+    max_length: int = 256  # tokens of a prompt; an export fixes it
+    pad_token_id: int = 0

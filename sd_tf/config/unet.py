@@ -26,6 +26,10 @@ class UNetConfig:
     """
 
     component: ClassVar[str] = "unet"  # its name in a checkpoint
+    conditioner: ClassVar[str] = "clip"  # how texts become its conditions
+    patch_size: ClassVar[int] = 1  # latent sides are multiples of it
+    most_latents: ClassVar[None] = None  # the longest side of the latents, where there is one
+    skip_layers: ClassVar[tuple[int, ...]] = ()  # of skip-layer guidance
 
     in_channels: int = 4
     out_channels: int = 4
@@ -48,3 +52,23 @@ class UNetConfig:
     @property
     def time_embed_dim(self) -> int:
         return 4 * self.channels[0]
+
+    @property
+    def latent_channels(self) -> int:
+        """The channels of its input: the noisy latents and what is concatenated to them."""
+        return self.in_channels
+
+    @property
+    def pooled_dim(self) -> int | None:
+        """The width of the pooled text that it takes; None: it takes none."""
+        return None if self.added is None else self.added.pooled_dim
+
+    @property
+    def num_time_ids(self) -> int:
+        """The number of sizes and corners that it is told for each picture."""
+        return 0 if self.added is None else self.added.num_time_ids
+
+    @property
+    def is_told_guidance(self) -> bool:
+        """Whether it takes the guidance scale as an input, as distilled models do."""
+        return self.guidance_embed_dim is not None

@@ -83,15 +83,15 @@ def conv(in_channels, out_channels, dtype=None):
 
 
 class StridedConv(keras.layers.Conv2D):
-    """A 3×3 convolution of stride 2 without padding: UNet and VAE pad it differently."""
+    """A convolution with a stride and without padding: UNet and VAE pad it differently."""
 
     def call(self, x):
         return with_branch(self, super().call(x), lambda a: self.convolution_op(x, a))
 
 
-def strided_conv(in_channels, out_channels, dtype=None):
+def strided_conv(in_channels, out_channels, dtype=None, size=3, stride=2):
     layer = StridedConv(
-        out_channels, 3, strides=2, padding="valid", kernel_initializer="zeros", dtype=dtype
+        out_channels, size, strides=stride, padding="valid", kernel_initializer="zeros", dtype=dtype
     )
     layer.build((None, None, None, in_channels))
     return layer
@@ -101,6 +101,31 @@ def embedding(count, width, dtype=None):
     layer = keras.layers.Embedding(count, width, embeddings_initializer="zeros", dtype=dtype)
     layer.build()
     return layer
+
+
+class Table(keras.layers.Layer):
+    """A stored tensor that is no layer's weight, such as an embedding of positions."""
+
+    def __init__(self, shape, dtype=None):
+        super().__init__(dtype=dtype, autocast=False)
+        self.values = self.add_weight(shape=shape, initializer="zeros", name="values")
+        self.built = True
+
+
+class RMSNorm(keras.layers.Layer):
+    """A division by the root mean square in float32, with a learnt scale."""
+
+    def __init__(self, width, epsilon=1e-6, dtype=None):
+        super().__init__(dtype=dtype, autocast=False)
+        self.epsilon = epsilon
+        self.scale = self.add_weight(shape=(width,), initializer="ones", name="scale")
+        self.built = True
+
+    def call(self, x):
+        x = ops.cast(x, "float32")
+        variance = ops.mean(ops.square(x), axis=-1, keepdims=True)
+        x = x * ops.rsqrt(variance + self.epsilon) * ops.cast(self.scale, "float32")
+        return ops.cast(x, self.compute_dtype)
 
 
 class Norm(keras.layers.Layer):

@@ -15,7 +15,7 @@ from keras import ops
 from sd_tf.config import AUTOENCODER, PipelineConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
 from sd_tf.models import MODEL_CLASSES, deferred_variables
-from sd_tf.models.layers import Norm, PointwiseConv
+from sd_tf.models.layers import Norm, PointwiseConv, RMSNorm, Table
 
 # Layer kind → (its variable, the checkpoint's name, the axes from the stored layout to Keras').
 LAYOUTS = (
@@ -23,6 +23,8 @@ LAYOUTS = (
     (keras.layers.Conv2D, (("kernel", "weight", (2, 3, 1, 0)), ("bias", "bias", None))),
     (keras.layers.Embedding, (("embeddings", "weight", None),)),
     (Norm, (("scale", "weight", None), ("bias", "bias", None))),
+    (RMSNorm, (("scale", "weight", None),)),
+    (Table, (("values", "", None),)),
 )
 
 
@@ -83,7 +85,8 @@ def slots(model: keras.layers.Layer) -> dict[str, Slot]:
             variable = getattr(layer, attribute)
             if variable is not None:
                 pointwise = isinstance(layer, PointwiseConv) and attribute == "kernel"
-                found[f"{path}.{name}"] = Slot(variable, axes, pointwise)
+                full_name = f"{path}.{name}" if name else path
+                found[full_name] = Slot(variable, axes, pointwise)
     return found
 
 
