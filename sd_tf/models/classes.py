@@ -1,8 +1,22 @@
 """The one table from a component's configuration to the class of its model."""
 
-from sd_tf.config import AutoencoderConfig, TextEncoderConfig, UNetConfig
+from sd_tf.config import (
+    AutoencoderConfig,
+    FluxConfig,
+    MMDiTConfig,
+    TextEncoderConfig,
+    UNetConfig,
+)
+from sd_tf.models.flux import Flux
+from sd_tf.models.mmdit import MMDiT
 from sd_tf.models.text_encoder import TextEncoder
 from sd_tf.models.unet import UNet
 from sd_tf.models.vae import VAE
 
-MODEL_CLASSES = {TextEncoderConfig: TextEncoder, UNetConfig: UNet, AutoencoderConfig: VAE}
+MODEL_CLASSES = {
+    TextEncoderConfig: TextEncoder,
+    UNetConfig: UNet,
+    MMDiTConfig: MMDiT,
+    FluxConfig: Flux,
+    AutoencoderConfig: VAE,
+}
