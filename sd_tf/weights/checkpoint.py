@@ -6,13 +6,15 @@ from pathlib import Path
 
 import keras
 
-from sd_tf.config import PipelineConfig
+from sd_tf.config import PipelineConfig, T5EncoderConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer.t5 import T5Tokenizer
 from sd_tf.weights import layout
 from sd_tf.weights.embeddings import Embedding
 
 TensorReader = Callable[[], dict[str, StoredTensor]]
+Tokenizer = ClipTokenizer | T5Tokenizer
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,29 @@ class Checkpoint:
     format: str
     config: PipelineConfig
     readers: dict[str, TensorReader]  # component → its tensors
-    tokenizer_readers: dict[str, Callable[[], ClipTokenizer]] = field(default_factory=dict)
+    tokenizer_readers: dict[str, Callable[[], Tokenizer]] = field(default_factory=dict)
     paths: dict[str, list[Path]] | None = None  # component → its files; None: tensors name them
     adapters: tuple[MergedAdapter, ...] = ()
+    missing: tuple[str, ...] = ()  # components that the source lacks
     embeddings: tuple[Embedding, ...] = ()  # what was added to the tensors and tokenizers
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
+        if component in self.missing:
+            raise CheckpointError(f"{self.source} does not hold it.")
         if component not in self.readers:
             raise CheckpointError(
                 f"{self.source} has the components {', '.join(self.readers)}. "
                 f"Received: {component!r}"
             )
         return self.readers[component]()
+
+    def check_complete(self) -> None:
+        """Raise if the source lacks components that the pipeline needs."""
+        if self.missing:
+            raise CheckpointError(
+                f"{self.source} lacks {', '.join(self.missing)}, without which it draws nothing: "
+                f"open the same release as a diffusers folder, which has every component."
+            )
 
     def files(self, component: str) -> list[Path]:
         """List the files that hold the component's tensors; none if KerasCV downloads them."""
@@ -63,10 +76,20 @@ class Checkpoint:
         where = f"{component} of {self.source}"
         return layout.load(self.config.components[component], tensors, dtype, where)
 
-    def tokenizer(self, text_encoder: str = "text_encoder") -> ClipTokenizer:
-        """Return the checkpoint's own tokenizer, or the packaged one with the family's padding."""
+    def tokenizer(self, text_encoder: str = "text_encoder") -> Tokenizer:
+        """Return the checkpoint's own tokenizer, or CLIP's packaged one with the family's padding.
+
+        Raises:
+            CheckpointError: the tokenizer has more tokens than the text encoder, or there is none
+                for T5, for which none is packaged.
+        """
         config = self.config.text_encoders[text_encoder]
         if text_encoder not in self.tokenizer_readers:
+            if isinstance(config, T5EncoderConfig):
+                raise CheckpointError(
+                    f"{self.source} has no tokenizer for its {text_encoder}, a T5, and none comes "
+                    f"with sd_tf. Open a diffusers folder, which has it."
+                )
             return ClipTokenizer.clip(config.pad_token_id, config.max_length)
         tokenizer = self.tokenizer_readers[text_encoder]()
         if tokenizer.vocab_size > config.vocab_size:
