@@ -1,6 +1,15 @@
 """The one table from a component's configuration to the class of its model."""
 
-from sd_tf.config import AutoencoderConfig, T5EncoderConfig, TextEncoderConfig, UNetConfig
+from sd_tf.config import (
+    AutoencoderConfig,
+    FluxConfig,
+    MMDiTConfig,
+    T5EncoderConfig,
+    TextEncoderConfig,
+    UNetConfig,
+)
+from sd_tf.models.flux import Flux
+from sd_tf.models.mmdit import MMDiT
 from sd_tf.models.t5 import T5Encoder
 from sd_tf.models.text_encoder import TextEncoder
 from sd_tf.models.unet import UNet
@@ -10,5 +19,7 @@ MODEL_CLASSES = {
     TextEncoderConfig: TextEncoder,
     T5EncoderConfig: T5Encoder,
     UNetConfig: UNet,
+    MMDiTConfig: MMDiT,
+    FluxConfig: Flux,
     AutoencoderConfig: VAE,
 }

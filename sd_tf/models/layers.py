@@ -9,6 +9,7 @@ import contextlib
 import math
 
 import keras
+import numpy as np
 from keras import ops
 from keras.src.backend.common import global_state
 
@@ -235,8 +236,10 @@ class ResnetBlock(Block):
 def sinusoid(positions, width, max_period=10000.0):
     """Embed positions (B,) → (B, width) float32: cosines, then sines, of falling frequencies."""
     half = width // 2
-    exponents = ops.arange(half, dtype="float32") * (-math.log(max_period) / half)
-    angles = ops.cast(positions, "float32")[:, None] * ops.exp(exponents)[None, :]
+    # In float32 in this order, as PyTorch has it: the angles are up to 3500 times these.
+    exponents = np.float32(-math.log(max_period)) * np.arange(half, dtype="float32")
+    frequencies = np.exp(exponents / np.float32(half))
+    angles = ops.cast(positions, "float32")[:, None] * frequencies[None]
     return ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
 
 

@@ -1,6 +1,6 @@
-"""T5's Unigram tokenizer: text → int32 ids of a fixed length, the same as transformers' T5Tokenizer.
+"""T5's Unigram tokenizer: text → int32 ids of a fixed length, the same as transformers'.
 
-A text's ids, an end token, padding: there is no start token.
+The ids are the text's, an end token and padding; there is no start token.
 """
 
 import json
