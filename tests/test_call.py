@@ -40,6 +40,8 @@ def manifest(**changes) -> Manifest:
         "time_ids": 0,
         "adapters": NO_PLACES,
         "components": dict.fromkeys(names, record),
+        "further_scales": (),
+        "suited": {},
     }
     others = {field.name: None for field in dataclasses.fields(Manifest)}
     return Manifest(**{**others, **known, **changes})
@@ -77,6 +79,30 @@ def test_defaults_depend_on_what_a_picture_is_for():
         shared = read("a", by=by, **given).shared
         assert (shared.strength, shared.image_guidance_scale) == expected
         assert shared.scheduler == "ddim"
+
+
+def test_the_familys_own_defaults():
+    usual, own = (
+        Call("a").completed(manifest(suited=suited))
+        for suited in ({}, {"num_steps": 4, "guidance_scale": 3.5})
+    )
+    assert (usual.num_steps, usual.guidance_scale) == (8, 7.5)  # at most the export's 8 steps
+    assert (own.num_steps, own.guidance_scale) == (4, 3.5)
+
+
+def test_further_guidance():
+    """Its scales are for exports that have it, and the negative prompt's goes with one."""
+    flux = manifest(further_scales=("true_guidance_scale",))
+    assert Call("a").completed(flux).true_guidance_scale is None
+    assert Call("a", "b").completed(flux).true_guidance_scale == 1.0
+    with pytest.raises(CallError, match="true_guidance_scale goes with negative_prompt"):
+        Call("a", true_guidance_scale=2).completed(flux)
+    with pytest.raises(CallError, match=r"true_guidance_scale is a number from 1 to .*: 0.5"):
+        Call("a", "b", true_guidance_scale=0.5).completed(flux)
+    with pytest.raises(CallError, match="skip_layer_guidance_scale is only for SD3.5 exports"):
+        Call("a", skip_layer_guidance_scale=2.8).completed(flux)
+    skipping = manifest(further_scales=("skip_layer_guidance_scale",))
+    assert Call("a").completed(skipping).skip_layer_guidance_scale == 0.0
 
 
 def test_none_is_the_default_and_zero_a_value():
@@ -183,7 +209,7 @@ def test_rules_say_their_bounds():
 def test_python_shows_every_parameter():
     signature = inspect.signature(Chain.__call__)
     assert list(signature.parameters)[1:] == [*Call.parameters(), "callback", "callback_every"]
-    assert signature.parameters["num_steps"].default == 50
+    assert signature.parameters["prompt_syntax"].default == "plain"
     for name, known in Call.parameters().items():
         assert f"{name}: {known.help}" in Chain.__call__.__doc__
 

@@ -24,13 +24,16 @@ PUBLISHED = {
 }
 
 
+SMALL = ("sd1", "sd2-base", "instruct-pix2pix", "inpaint")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_named_families(family):
     config = FAMILIES[family].check()
     assert family_of(config) == family
     assert has_named_sizes(config)
     assert config.schedule.sampler in SAMPLERS
-    assert config.default_size == {"sd2-v": 768}.get(family, 1024 if "xl" in family else 512)
+    assert config.default_size == {"sd2-v": 768}.get(family, 512 if family in SMALL else 1024)
     for component, (tensors, parameters) in PUBLISHED.get(family, {}).items():
         found = layout.slots(layout.abstract_model(config.components[component]))
         assert len(found) == tensors

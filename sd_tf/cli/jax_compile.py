@@ -157,7 +157,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
             print(f"{name}: {error}", flush=True)
             row = chips.no_row(label)
             return {"label": label, "topology": topology, "programs": reports, "row": row}
-        calls = parts["diffusion_model"].component.tables.calls_by_sampler()
+        calls = parts["diffusion_model"].component.tables[shape.size].calls_by_sampler()
     else:
         manifest = ahead.compile_pipeline(
             checkpoint,

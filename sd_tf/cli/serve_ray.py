@@ -185,8 +185,9 @@ def read_settings(options: argparse.Namespace) -> Settings:
             "--metrics-export-port`."
         )
     for name in ("max_queue", "max_count", "max_body", "num_steps"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} is at least 1. Received: {getattr(options, name)}")
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is at least 1. Received: {value}")
     for name in ("batch_wait", "timeout", "keep_old"):
         if not getattr(options, name) >= 0:
             raise ValueError(f"--{name} is at least 0. Received: {getattr(options, name)}")
@@ -194,7 +195,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         raise ValueError("--timeout is above 0. Received: 0")
     if options.max_body > MOST_BODY:
         raise ValueError(f"--max_body is at most {MOST_BODY}. Received: {options.max_body}")
-    if not math.isfinite(options.guidance_scale):
+    if options.guidance_scale is not None and not math.isfinite(options.guidance_scale):
         raise ValueError(f"--guidance_scale is a number. Received: {options.guidance_scale}")
     if options.max_count > options.max_queue:
         raise ValueError(

@@ -7,23 +7,25 @@ them. These callers bring different models, but put them together in this one wa
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import keras
 import numpy as np
 
 from sd_tf.components.autoencoder import decoder, image_encoder
-from sd_tf.components.conditions import Read, conditions_of, reader_of, text_encoder
+from sd_tf.components.conditions import conditions_of
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
 from sd_tf.components.places import Place, Places
 from sd_tf.components.spec import COMPONENTS, Endpoint, as_is
+from sd_tf.components.text_encoder import Read, reader_of, text_encoder
 from sd_tf.config import AUTOENCODER, PipelineConfig
 from sd_tf.models import deferred_variables
 from sd_tf.models.branches import Branch, branches
 from sd_tf.runtime.adapter_places import DOWN, PREFIX, UP, AdapterPlaces
 from sd_tf.runtime.adapters import LayerRecord, Layers
-from sd_tf.runtime.shapes import Shape
+from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.sampling.packed import Packed, pack
 from sd_tf.weights import Checkpoint, layout
 
@@ -48,7 +50,8 @@ class Component:
     models: Mapping[str, keras.layers.Layer]
     declare: Callable[..., dict[str, Endpoint]]  # (shape, tables, shared) → the endpoints
     layers: tuple[str, ...] = ("",)  # starts of the names of the layers that it computes with
-    tables: Packed | None = None  # the samplers' tables, where it has a loop
+    # The samplers' tables for each size of pictures, where it has a loop. Sizes may share them.
+    tables: Mapping[Size, Packed] = field(default_factory=dict)
     default_scheduler: int = 0  # its number in the tables
     places: Places = field(default_factory=Places)
     is_rewritten: bool = True  # for the target's compiler; a text encoder stays as it is written
@@ -57,10 +60,11 @@ class Component:
         """Return the endpoints for one of the geometry's shapes.
 
         Args:
-            tables: the backend's arrays in place of the NumPy tables.
+            tables: the backend's arrays in place of the NumPy tables, by size.
             shared: wraps the functions that several endpoints share; see `as_is`.
         """
-        return self.declare(shape, self.tables if tables is None else tables, shared)
+        found = self.tables if tables is None else tables
+        return self.declare(shape, found.get(shape.size), shared)
 
     @property
     def slots(self) -> dict[str, layout.Slot]:
@@ -90,7 +94,7 @@ def component(
     config: PipelineConfig,
     geometry: Geometry,
     precision: str,
-    empty_tokens: np.ndarray,
+    empty_tokens: Mapping[str, np.ndarray],
     build: Build,
 ) -> Component:
     """Put one component together; `build` makes or fetches its models."""
@@ -100,16 +104,16 @@ def component(
 def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component:
     models = {name: build(name, precision) for name in config.text_encoders}
     places = places_of(models, geometry.adapters, lambda path: ".encoder.layers." in path)
-    read = _with_branches(reader_of(list(models.values())), places)
+    read = _with_branches(reader_of(models, config), places)
 
     def declare(shape, tables, shared):
         return text_encoder(
             shared(read, open_batch=True, fixed=tuple(places.inputs)),
             places,
             empty_tokens,
-            config.zero_empty_negative,
+            config,
+            geometry,
             shape.batch_size,
-            geometry.prompt_chunks,
         )
 
     return Component("text_encoder", models, declare, places=places, is_rewritten=False)
@@ -120,10 +124,10 @@ def _with_branches(read: Read, places: Places) -> Read:
     if not places.slots:
         return read
 
-    def run(tokens, adapter_scales):
+    def run(adapter_scales, **tokens):
         factors = places.scaled(adapter_scales)
         with branches({layer: Branch(*pair) for layer, pair in factors.items()}):
-            return read(tokens)
+            return read(**tokens)
 
     return run
 
@@ -156,20 +160,24 @@ def _place(name: str, layer: keras.layers.Layer, wanted: AdapterPlaces) -> Place
 def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Component:
     models = {config.denoiser.component: build(config.denoiser.component, precision)}
     places = places_of(models, geometry.adapters, IN_DENOISER[geometry.adapters.layers])
-    denoiser = places.taking_kernels(models[config.denoiser.component])
-    packed = pack(config.schedule, geometry.max_steps)
-    default = packed.numbers[config.schedule.sampler]
+    model, skipped = models[config.denoiser.component], config.denoiser.skip_layers
+    denoiser = places.taking_kernels(model)
+    skipping = places.taking_kernels(partial(model, skipped=skipped)) if skipped else None
+    guidance = guidance_of(geometry.guidance, config, geometry.guidance_rescale)
+    tables = {size: tables_of(config, size, geometry.max_steps) for size in geometry.shapes.sizes}
+    default = next(iter(tables.values())).numbers[config.schedule.sampler]
 
     def declare(shape, tables, shared):
         return DiffusionModel(
             denoiser,
             tables,
             conditions_of(config, geometry, shape),
-            guidance_of(geometry.guidance, config.latent_inputs, geometry.guidance_rescale),
+            guidance,
             places,
             (shape.batch_size, *geometry.shapes.latent(shape.size)),
             default,
-            config.denoiser.guidance_embed_dim,
+            config.denoiser.is_told_guidance,
+            skipping,
             shared,
         ).endpoints
 
@@ -177,10 +185,15 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
         "diffusion_model",
         models,
         declare,
-        tables=packed,
+        tables=tables,
         default_scheduler=default,
         places=places,
     )
+
+
+def tables_of(config: PipelineConfig, size: Size, max_steps: int) -> Packed:
+    """Return the samplers' tables for pictures of one size."""
+    return pack(config.schedule.for_patches(config.patches(size)), max_steps)
 
 
 def _decoder(config, geometry, precision, empty_tokens, build) -> Component:
@@ -212,7 +225,15 @@ def autoencoder_precision(config: PipelineConfig, precision: str) -> str:
     return "float32" if is_upcast else precision
 
 
-def empty_tokens_of(checkpoint: Checkpoint) -> np.ndarray:
-    """Tokenize "" for one or several text encoders: (1, 77) or (1, encoders, 77)."""
-    ids = [checkpoint.tokenizer(name)("") for name in checkpoint.config.text_encoders]
-    return ids[0] if len(ids) == 1 else np.stack(ids, axis=1)
+def empty_tokens_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Tokenize "" for the text encoders, by input.
+
+    CLIP's ids are (1, 77) or (1, encoders, 77), T5's (1, L).
+    """
+    ids: dict[str, list[np.ndarray]] = {}
+    for name, encoder in checkpoint.config.text_encoders.items():
+        ids.setdefault(encoder.tokens, []).append(checkpoint.tokenizer(name)(""))
+    return {
+        name: found[0] if len(found) == 1 else np.stack(found, axis=1)
+        for name, found in ids.items()
+    }

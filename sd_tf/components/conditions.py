@@ -1,19 +1,14 @@
-"""Conditions: named tensors that the denoiser is given, and the text encoders that make them."""
+"""Conditions: named tensors that the denoiser is given, and how they are made of texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from keras import ops
 
-from sd_tf.components.emphasis import emphasized, kept
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import EDITED
-from sd_tf.components.places import Places
-from sd_tf.components.spec import Endpoint, Spec
+from sd_tf.components.spec import Spec
 from sd_tf.config import PipelineConfig
-from sd_tf.runtime.adapter_places import ADAPTED
-from sd_tf.runtime.call import WEIGHTED
 from sd_tf.runtime.shapes import Shape
 
 
@@ -46,15 +41,82 @@ class Conditions:
         return {**twins, **self.latent}
 
 
+@dataclass(frozen=True)
+class Texts:
+    """What the text encoders give, each list in the encoders' order."""
+
+    clip: Sequence  # contexts (N, 77 · chunks, D)
+    t5: Sequence  # contexts (N, L, D)
+    pooled: Sequence  # (N, P)
+
+
+@dataclass(frozen=True)
+class Conditioner:
+    """A way to make a denoiser's conditions of texts."""
+
+    length: Callable[[PipelineConfig, int], int]  # (…, chunks of a prompt) → tokens of the context
+    conditions: Callable[[PipelineConfig, Texts], dict]
+    encodes_missing: bool = True  # a negative prompt that is missing is encoded as ""
+
+
+def _of_clip(config: PipelineConfig, texts: Texts) -> dict:
+    """Put the contexts side by side; the one text that is pooled is a condition, too."""
+    context = {"context": ops.concatenate(texts.clip, axis=-1)}
+    return context if config.denoiser.pooled_dim is None else {**context, "pooled": texts.pooled[0]}
+
+
+def _of_sd3(config: PipelineConfig, texts: Texts) -> dict:
+    """Let T5's tokens, or zeros, follow CLIP's, which are filled up with zeros to their width."""
+    clip = ops.concatenate(texts.clip, axis=-1)
+    width = config.denoiser.context_dim
+    parts = [ops.pad(clip, ((0, 0), (0, 0), (0, width - clip.shape[-1]))), *texts.t5]
+    if config.zero_tokens:
+        parts.append(ops.zeros_like(parts[0][:, :1]) + ops.zeros((1, config.zero_tokens, width)))
+    return {
+        "context": ops.concatenate(parts, axis=1),
+        "pooled": ops.concatenate(texts.pooled, axis=-1),
+    }
+
+
+def _of_flux(config: PipelineConfig, texts: Texts) -> dict:
+    """Take T5's context, and CLIP's pooled text."""
+    return {"context": texts.t5[0], "pooled": texts.pooled[0]}
+
+
+def _clip_length(config: PipelineConfig, chunks: int) -> int:
+    return chunks * max(encoder.max_length for encoder in config.clip_encoders.values())
+
+
+def _t5_length(config: PipelineConfig) -> int:
+    return sum(encoder.max_length for encoder in config.t5_encoders.values())
+
+
+CONDITIONERS = {
+    "clip": Conditioner(_clip_length, _of_clip),
+    "sd3": Conditioner(
+        lambda config, chunks: (
+            _clip_length(config, chunks) + _t5_length(config) + config.zero_tokens
+        ),
+        _of_sd3,
+    ),
+    "flux": Conditioner(lambda config, chunks: _t5_length(config), _of_flux, encodes_missing=False),
+}
+
+
+def conditioner_of(config: PipelineConfig) -> Conditioner:
+    return CONDITIONERS[config.denoiser.conditioner]
+
+
 def conditions_of(config: PipelineConfig, geometry: Geometry, shape: Shape) -> Conditions:
     """Return the conditions that the family's denoiser takes."""
     batch, latent_shape = shape.batch_size, geometry.shapes.latent(shape.size)
-    length = max(encoder.max_length for encoder in config.text_encoders.values())
-    length *= geometry.prompt_chunks
-    model = {"context": Spec((batch, length, config.denoiser.context_dim))}
-    if (added := config.denoiser.added) is not None:
-        model["pooled"] = Spec((batch, added.pooled_dim))
-        model["time_ids"] = Spec((batch, added.num_time_ids))
+    denoiser = config.denoiser
+    length = conditioner_of(config).length(config, geometry.prompt_chunks)
+    model = {"context": Spec((batch, length, denoiser.context_dim))}
+    if denoiser.pooled_dim is not None:
+        model["pooled"] = Spec((batch, denoiser.pooled_dim))
+    if denoiser.num_time_ids:
+        model["time_ids"] = Spec((batch, denoiser.num_time_ids))
     latents = Spec((batch, *latent_shape))
     mask = Spec((batch, *latent_shape[:2], 1))
     latent = {
@@ -63,108 +125,3 @@ def conditions_of(config: PipelineConfig, geometry: Geometry, shape: Shape) -> C
         "mask_and_image": {"mask": mask, "masked_image_latent": latents},
     }
     return Conditions(model, latent[config.latent_inputs])
-
-
-# (chunks of tokens, scales where there are places for adapters) → contexts, pooled texts
-Read = Callable[..., tuple[list, list]]
-
-
-def reader_of(encoders: Sequence) -> Read:
-    """Return a function that runs all encoders on chunks (M, 77), or (M, encoders, 77)."""
-
-    def read(tokens):
-        per_encoder = ops.unstack(tokens, axis=1) if len(encoders) > 1 else [tokens]
-        outputs = [model(part) for model, part in zip(encoders, per_encoder, strict=True)]
-        contexts = [ops.cast(o["context"], "float32") for o in outputs]
-        pooled = [ops.cast(o["pooled"], "float32") for o in outputs if "pooled" in o]
-        return contexts, pooled[:1]
-
-    return read
-
-
-def text_encoder(
-    read: Read,
-    places: Places,
-    empty_tokens: np.ndarray,
-    zero_empty_negative: bool,
-    batch_size: int,
-    chunks: int = 1,
-) -> dict[str, Endpoint]:
-    """Declare the endpoints from tokens to conditions.
-
-    Tokens are (N, 77 · chunks), or (N, encoders, 77 · chunks); N = 1 or the batch. `read`, of
-    `reader_of`, reads each chunk by itself. The contexts of all chunks are one context; the pooled
-    text is that of the first chunk.
-
-    `empty_tokens` (1, 77) or (1, encoders, 77) are the ids of "", which most families take for a
-    missing negative prompt; with `zero_empty_negative` its conditions are zeros. Those are also
-    what weights give that are all 0. With places for adapters, each endpoint but the default one
-    takes their scales, and `ADAPTED` is the default one that takes them.
-    """
-    length = empty_tokens.shape[-1]
-
-    def divided(x):  # (N, …, 77 · chunks) → (N · chunks, …, 77)
-        if chunks == 1:
-            return x
-        between = x.shape[1:-1]
-        x = ops.reshape(x, (-1, *between, chunks, length))
-        return ops.reshape(ops.moveaxis(x, -2, 1), (-1, *between, length))
-
-    def joined(context):  # (N · chunks, 77, D) → (N, 77 · chunks, D)
-        if chunks == 1:
-            return context
-        return ops.reshape(context, (-1, chunks * length, context.shape[-1]))
-
-    def encode(tokens, adapters, weights=None):
-        contexts, pooled = read(divided(tokens), **adapters)
-        if weights is not None:
-            parts = divided(weights)
-            parts = ops.unstack(parts, axis=1) if len(contexts) > 1 else [parts]
-            contexts = [emphasized(*both) for both in zip(contexts, parts, strict=True)]
-        result = {"context": joined(ops.concatenate(contexts, axis=-1))}
-        if pooled:
-            first = pooled[0][::chunks]
-            result["pooled"] = first if weights is None else kept(first, weights)
-        return result
-
-    def to_batch(x):
-        return ops.broadcast_to(x, (batch_size, *x.shape[1:]))
-
-    def named(conditional, unconditional):
-        outputs = {}
-        for key, value in conditional.items():
-            outputs[key] = to_batch(value)
-            outputs[f"unconditional_{key}"] = to_batch(unconditional[key])
-        return outputs
-
-    def with_default(tokens, **adapters):
-        positive = encode(tokens, adapters)
-        if zero_empty_negative:
-            return named(positive, {key: ops.zeros_like(x) for key, x in positive.items()})
-        empty = np.concatenate([empty_tokens] * chunks, axis=-1)
-        return named(positive, encode(ops.convert_to_tensor(empty), adapters))
-
-    def without_adapters(tokens):
-        return with_default(tokens, **places.none())
-
-    def with_negative(tokens, negative_tokens, **adapters):
-        return named(encode(tokens, adapters), encode(negative_tokens, adapters))
-
-    def with_weights(tokens, negative_tokens, token_weights, negative_token_weights, **adapters):
-        return named(
-            encode(tokens, adapters, token_weights),
-            encode(negative_tokens, adapters, negative_token_weights),
-        )
-
-    shape = (None, *empty_tokens.shape[1:-1], length * chunks)
-    ids, weights = Spec(shape, "int32"), Spec(shape)
-    both = {"tokens": ids, "negative_tokens": ids, **places.inputs}
-    adapted = Endpoint(with_default, {"tokens": ids, **places.inputs})
-    return {
-        "serving_default": Endpoint(without_adapters, {"tokens": ids}),
-        **({ADAPTED: adapted} if places.inputs else {}),
-        "encode": Endpoint(with_negative, both),
-        WEIGHTED: Endpoint(
-            with_weights, {**both, "token_weights": weights, "negative_token_weights": weights}
-        ),
-    }

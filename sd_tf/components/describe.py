@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from sd_tf.components import COMPONENTS
+from sd_tf.components.build import tables_of
 from sd_tf.components.geometry import Fixed, Geometry
-from sd_tf.config import family_of
+from sd_tf.components.guidance import guidance_of
+from sd_tf.config import family_of, suited_to
 from sd_tf.runtime.manifest import ComponentRecord, Manifest, SchedulerRecord, file_hash, serves
-from sd_tf.sampling.packed import pack
 from sd_tf.sampling.rows import HISTORY
 from sd_tf.weights import Checkpoint
 
@@ -27,8 +28,8 @@ def manifest_of(
 ) -> Manifest:
     """Return the manifest of a compiled pipeline."""
     config = checkpoint.config
-    added = config.denoiser.added
-    packed = pack(config.schedule, geometry.max_steps)
+    packed = tables_of(config, geometry.shapes.first.size, geometry.max_steps)
+    guidance = guidance_of(geometry.guidance, config, geometry.guidance_rescale)
     return Manifest(
         family=family_of(config),
         shapes=geometry.shapes,
@@ -44,7 +45,9 @@ def manifest_of(
         guidance_rescale=geometry.guidance_rescale,
         prediction=config.schedule.prediction,
         latent_inputs=config.latent_inputs,
-        time_ids=0 if added is None else added.num_time_ids,
+        time_ids=config.denoiser.num_time_ids,
+        further_scales=tuple(guidance.further_inputs),
+        suited=suited_to(config),
         zero_empty_negative=config.zero_empty_negative,
         scaling_factor=config.autoencoder.scaling_factor,
         shift_factor=config.autoencoder.shift_factor,

@@ -1,6 +1,6 @@
 """The whole diffusion loop: sampler, guidance and denoiser, from noise or a picture to latents."""
 
-import math
+from functools import partial
 
 import numpy as np
 from keras import ops
@@ -31,16 +31,20 @@ class DiffusionModel:
         places: Places,
         latents: tuple[int, int, int, int],  # their shape (B, h, w, c)
         default_scheduler: int,
-        guidance_embed_dim: int | None = None,  # LCM: the denoiser is told the guidance scale
+        tells_guidance: bool = False,  # the denoiser takes the guidance scale
+        skipping=None,  # the denoiser without the blocks of skip-layer guidance
         shared=as_is,
     ):
         self.denoiser = shared(denoiser, open_batch=True, fixed=(KERNELS,))
+        self.skipping = None
+        if skipping is not None:
+            self.skipping = shared(skipping, open_batch=True, fixed=(KERNELS,))
         self.tables, self.places = tables, places
         self._merged = shared(places.merged)
         self.conditions, self.guidance = conditions, guidance
         self.batch_size, *self.latent_shape = latents
         self.default_scheduler = default_scheduler
-        self.guidance_embed_dim = guidance_embed_dim
+        self.tells_guidance = tells_guidance
         self._shared_walk = shared(self._walk)
 
     @property
@@ -49,7 +53,8 @@ class DiffusionModel:
         history = Spec((HISTORY, *latents.shape))
         scalar, seeds = Spec(dtype="int32"), Spec((self.batch_size,), "int32")
         call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
-        chosen = {**call, "scheduler": scalar, **self.places.inputs}
+        further = {**self.guidance.further_inputs, **self.places.inputs}
+        chosen = {**call, "scheduler": scalar, **further}
         state = {"latent": latents, "history": history}
         bounds = {"first": scalar, "start": scalar, "stop": scalar}
         steps = {"scheduler": scalar, "num_steps": scalar}
@@ -70,7 +75,8 @@ class DiffusionModel:
     def default(self, **inputs):
         """Draw with the default scheduler, without adapters; picture i has the seed i."""
         scheduler = ops.convert_to_tensor(self.default_scheduler, "int32")
-        return self.seeded(self._default_seeds, scheduler=scheduler, **self.places.none(), **inputs)
+        further = {**self.guidance.without_extra(), **self.places.none()}
+        return self.seeded(self._default_seeds, scheduler=scheduler, **further, **inputs)
 
     def seeded(self, seed, **inputs):
         return self._whole_run(self.noise(seed)["noise"], seed, **inputs)
@@ -107,7 +113,8 @@ class DiffusionModel:
     # The loop
 
     def _run(self, x, past, first, start, stop, seeds, scheduler, num_steps, inputs):
-        scales = tuple(inputs[name] for name in self.guidance.scales)
+        scales = {name: inputs[name] for name in self.guidance.scales}
+        scales |= {name: inputs[name] for name in self.guidance.further_inputs}
         conditions = {name: inputs[name] for name in self.conditions.inputs}
         adapters = {name: inputs[name] for name in self.places.inputs}
         return self._shared_walk(
@@ -122,29 +129,49 @@ class DiffusionModel:
         def rows(i, variant):
             return ops.take(ops.take(self.tables.rows, offset + i, axis=0), variant, axis=0)
 
-        stop = ops.minimum(stop, self._of_run(self.tables.calls, scheduler, num_steps))
-        predict = self._predictor(conditions, scales, adapters)
-        return denoise(predict, rows, x, past, first, start, stop, seeds)
+        calls = self._of_run(self.tables.calls, scheduler, num_steps)
+        predict = self._predictor(conditions, scales, adapters, calls)
+        return denoise(predict, rows, x, past, first, start, ops.minimum(stop, calls), seeds)
 
-    def _predictor(self, conditions, scales, adapters):
-        """Return (x, timestep) → the guided output; what the steps share is computed here."""
-        given = self.guidance.conditions(conditions, self.conditions.names)
+    def _predictor(self, conditions, scales, adapters, calls):
+        """Return (x, timestep, call) → the guided output; what the calls share is computed here."""
+        guidance, names = self.guidance, self.conditions.names
+        shared = {}
         if adapters:
-            given[KERNELS] = self._merged(**adapters)
-        beside = self.guidance.beside(conditions, self.conditions.beside)
-        batch = len(self.guidance.parts) * self.batch_size
-        if self.guidance_embed_dim is not None:
-            scale = scales[self.guidance.scales.index(SCALE)]
-            embedded = embed_guidance(scale, self.guidance_embed_dim)
-            given["guidance"] = ops.tile(embedded[None], (self.batch_size, 1))
+            shared[KERNELS] = self._merged(**adapters)
+        given = guidance.conditions(conditions, names)
+        beside = guidance.beside(conditions, self.conditions.beside)
+        own_scales = tuple(scales[name] for name in guidance.scales)
 
-        def predict(x, timestep):
-            timesteps = ops.broadcast_to(timestep, (batch,))
-            return self.guidance.predict(
-                lambda x: self.denoiser(x, timesteps, **given), x, beside, scales
+        def run(denoiser, x, timestep, given):
+            batch = x.shape[0]
+            if self.tells_guidance:
+                given = {**given, "guidance": ops.broadcast_to(scales[SCALE], (batch,))}
+            return denoiser(x, ops.broadcast_to(timestep, (batch,)), **given, **shared)
+
+        def predict(x, timestep, call):
+            more = None
+            if guidance.extra is not None:
+                more = partial(self._with_extra, run, conditions, scales, timestep, call, calls)
+            return guidance.predict(
+                lambda x: run(self.denoiser, x, timestep, given), x, beside, own_scales, more
             )
 
         return predict
+
+    def _with_extra(self, run, conditions, scales, timestep, call, calls, x, output, own):
+        """Add the further prediction in the calls that want it; others do not compute it."""
+        extra = self.guidance.extra
+        scale = scales[extra.scale]
+        given = {name: conditions[extra.part.prefix + name] for name in self.conditions.names}
+        denoiser = self.skipping if extra.skips else self.denoiser
+
+        def combined():
+            more = ops.cast(run(denoiser, x, timestep, given), "float32")
+            return extra.combine(output, own, more, scale)
+
+        own_scales = (scales[name] for name in self.guidance.scales)
+        return ops.cond(extra.is_wanted(call, calls, scale, *own_scales), combined, lambda: output)
 
     @property
     def _default_seeds(self):
@@ -153,11 +180,3 @@ class DiffusionModel:
     @staticmethod
     def _of_run(table, scheduler, num_steps):
         return ops.take(ops.take(table, scheduler, axis=0), num_steps - 1, axis=0)
-
-
-def embed_guidance(scale, width):
-    """Embed w = guidance scale − 1 as LCM does (width,): sines, then cosines."""
-    half = width // 2
-    frequencies = ops.exp(ops.arange(half, dtype="float32") * (-math.log(10000.0) / (half - 1)))
-    angles = 1000.0 * (scale - 1.0) * frequencies
-    return ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=0)

@@ -48,6 +48,11 @@ class Geometry:
     adapters: AdapterPlaces
 
 
+def takes_weights(config: PipelineConfig) -> bool:
+    """Whether prompts may have weights and several chunks: the context is CLIP's alone."""
+    return config.denoiser.conditioner == "clip"
+
+
 def refuse(rule: str, received) -> None:
     raise ExportError(f"{rule} Received: {received}")
 
@@ -57,22 +62,30 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
     if fixed.prompt_chunks < 1:
         refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
+    if fixed.prompt_chunks > 1 and not takes_weights(config):
+        refuse(
+            "Prompts of several chunks are for checkpoints whose context is CLIP's alone: "
+            "`prompt_chunks` must be 1.",
+            fixed.prompt_chunks,
+        )
     if not 1 <= fixed.max_steps <= config.schedule.num_train_timesteps:
         refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", fixed.max_steps)
     if not 0.0 <= fixed.guidance_rescale <= 1.0:
         refuse("The guidance rescale factor is between 0 and 1.", fixed.guidance_rescale)
     if fixed.guidance not in GUIDANCE:
         refuse(f"Guidance is {' or '.join(GUIDANCE)}.", fixed.guidance)
-    if fixed.guidance != "none" and config.denoiser.guidance_embed_dim is not None:
+    is_clip = takes_weights(config)
+    if fixed.guidance != "none" and is_clip and config.denoiser.is_told_guidance:
         refuse(
             "This checkpoint's denoiser is told the guidance scale (LCM), so `guidance` must be "
             "none.",
             fixed.guidance,
         )
-    if fixed.guidance_rescale and (fixed.guidance == "none" or config.latent_inputs == "image"):
+    is_rescalable = fixed.guidance != "none" and config.latent_inputs != "image" and is_clip
+    if fixed.guidance_rescale and not is_rescalable:
         refuse(
             "Only guidance by a negative prompt alone is rescaled; `guidance_rescale` must be 0 "
-            "without guidance, and for checkpoints that edit pictures.",
+            "without guidance, and for checkpoints that edit pictures or have a transformer.",
             fixed.guidance_rescale,
         )
     return Geometry(
@@ -110,11 +123,14 @@ def shapes_of(config: PipelineConfig, fixed: Fixed) -> Shapes:
     default = config.default_size
     one = tuple(default if side is None else side for side in (fixed.height, fixed.width))
     sizes = tuple(map(tuple, fixed.sizes)) or (one,)
-    scale = config.autoencoder.downscale
+    scale, multiple = config.autoencoder.downscale, config.size_multiple
+    most = config.denoiser.most_latents
     for size in sizes:
         for name, side in zip(("height", "width"), size, strict=True):
-            if side < scale or side % scale:
-                refuse(f"The {name} is a positive multiple of {scale}.", side)
+            if side < multiple or side % multiple:
+                refuse(f"The {name} is a positive multiple of {multiple}.", side)
+            if most is not None and side > most * scale:
+                refuse(f"The {name} is at most {most * scale} for this checkpoint.", side)
     for name, values in (("batch size", batch_sizes), ("size", sizes)):
         if len(set(values)) < len(values):
             refuse(f"Each {name} is given once.", values)

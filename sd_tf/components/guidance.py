@@ -1,14 +1,22 @@
-"""Guidance: several predictions of one step in one batch, combined into one (in float32)."""
+"""Guidance: several predictions of one step, combined into one (in float32).
+
+Those that every step needs are one batch. Others are made only in the steps that ask for them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keras import ops
 
 from sd_tf.components.spec import Spec
+from sd_tf.config import PipelineConfig
 from sd_tf.sampling.loop import guide, guide_edit
 
 SCALE, IMAGE_SCALE = "unconditional_guidance_scale", "image_guidance_scale"
+# Flux's guidance by a negative prompt, and SD3.5's by a prediction without some blocks.
+TRUE_SCALE, SKIP_SCALE = "true_guidance_scale", "skip_layer_guidance_scale"
+# Skip-layer guidance is for the model calls i of N with N · first < i < N · last, in percent.
+SKIP_FIRST, SKIP_LAST = 1, 20
 # The picture that an edit starts from, as latents beside the noisy ones.
 EDITED = "conditioning_latent"
 
@@ -20,23 +28,57 @@ class Part:
     prompt: bool  # False: conditioned on the negative prompt
     picture: bool = True  # False: zeros replace the picture to edit
 
+    @property
+    def prefix(self) -> str:
+        """What the names of its conditions begin with."""
+        return "" if self.prompt else "unconditional_"
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A further prediction, made only in the steps in which `is_wanted`.
+
+    The denoiser is conditioned as the part says; with `skips`, some of its blocks are left out.
+    """
+
+    scale: str  # the input that asks for it
+    off: float  # the scale's value that does not
+    part: Part
+    is_wanted: Callable  # (call, calls, scale, *the guidance's scales) → whether to make it
+    combine: Callable  # (output so far, the prompt's prediction, this prediction, scale) → output
+    skips: bool = False
+
 
 @dataclass(frozen=True)
 class Guidance:
-    """A way to guide: the scales it takes as inputs, its parts, and how their outputs combine."""
+    """A way to guide: the scales it takes as inputs, its parts, and how their outputs combine.
+
+    The last part whose prompt is not the negative one is the prompt's own prediction.
+    """
 
     scales: tuple[str, ...]
     parts: tuple[Part, ...]
     combine: Callable[..., object]  # (outputs of the parts, *scales) → the guided output
+    extra: Extra | None = None
 
     @property
     def inputs(self) -> dict[str, Spec]:
         return dict.fromkeys(self.scales, Spec())
 
+    @property
+    def further_inputs(self) -> dict[str, Spec]:
+        """The scale of the further prediction; the default endpoint does not take it."""
+        return {} if self.extra is None else {self.extra.scale: Spec()}
+
+    def without_extra(self) -> dict:
+        """Return the value of `further_inputs` that asks for nothing."""
+        return (
+            {} if self.extra is None else {self.extra.scale: ops.convert_to_tensor(self.extra.off)}
+        )
+
     def conditions(self, given: Mapping, names: Sequence[str]) -> dict:
         """Concatenate, for every part, the named conditions or their `unconditional_` twins."""
-        prefixes = ["" if part.prompt else "unconditional_" for part in self.parts]
-        return {name: _joined([given[prefix + name] for prefix in prefixes]) for name in names}
+        return {n: _joined([given[part.prefix + n] for part in self.parts]) for n in names}
 
     def beside(self, given: Mapping, names: Sequence[str]) -> list:
         """Repeat, for every part, the conditions that are concatenated to the latents."""
@@ -47,29 +89,78 @@ class Guidance:
 
         return [_joined([of_part(part, name) for part in self.parts]) for name in names]
 
-    def predict(self, model: Callable, x, beside: Sequence, scales: Sequence):
-        """Run the denoiser once for all parts of the sample x, and combine its outputs."""
-        x = ops.concatenate([_joined([x] * len(self.parts)), *beside], axis=-1)
-        output = ops.cast(model(x), "float32")
-        if len(self.parts) == 1:
+    def predict(self, model: Callable, x, beside: Sequence, scales: Sequence, more=None):
+        """Run the denoiser once for all parts of the sample x, and combine its outputs.
+
+        Args:
+            more: (x, output so far, the prompt's own prediction) → output; the further prediction.
+        """
+        inputs = ops.concatenate([_joined([x] * len(self.parts)), *beside], axis=-1)
+        output = ops.cast(model(inputs), "float32")
+        outputs = ops.split(output, len(self.parts)) if len(self.parts) > 1 else [output]
+        output = self.combine(outputs, *scales)
+        if more is None:
             return output
-        return self.combine(ops.split(output, len(self.parts)), *scales)
+        own = [one for one, part in zip(outputs, self.parts, strict=True) if part.prompt][-1]
+        return more(x, output, own)
 
 
-def guidance_of(kind: str, latent_inputs: str, rescale: float) -> Guidance:
+def guidance_of(kind: str, config: PipelineConfig, rescale: float) -> Guidance:
     """Choose the guidance of an export: `kind` is classifier_free or none."""
-    edits = latent_inputs == "image"
+    edits = config.latent_inputs == "image"
     scales = (SCALE, IMAGE_SCALE) if edits else (SCALE,)
+    alone = Guidance(scales, (Part(prompt=True),), lambda outputs, *scales: outputs[0])
     if kind == "none":
-        return Guidance(scales, (Part(prompt=True),), lambda outputs, *scales: outputs[0])
-    if edits:
+        return alone
+    return _KINDS[config.denoiser.conditioner](config, alone, rescale)
+
+
+def _for_clip(config: PipelineConfig, alone: Guidance, rescale: float) -> Guidance:
+    if config.latent_inputs == "image":
         parts = (Part(prompt=True), Part(prompt=False), Part(prompt=False, picture=False))
-        return Guidance(scales, parts, lambda outputs, *scales: guide_edit(*outputs, *scales))
-    return Guidance(
-        scales,
-        (Part(prompt=False), Part(prompt=True)),
-        lambda outputs, scale: guide(*outputs, scale, rescale),
+        return Guidance(alone.scales, parts, lambda outputs, *scales: guide_edit(*outputs, *scales))
+    parts = (Part(prompt=False), Part(prompt=True))
+    return Guidance(alone.scales, parts, lambda outputs, scale: guide(*outputs, scale, rescale))
+
+
+def _for_sd3(config: PipelineConfig, alone: Guidance, rescale: float) -> Guidance:
+    """Guide as others do, but not below a scale of 1, which is the prompt's own prediction."""
+
+    def skip_is_wanted(call, calls, scale, guidance):
+        begins = 100 * call > SKIP_FIRST * calls
+        ends = 100 * call < SKIP_LAST * calls
+        asked = ops.logical_and(ops.not_equal(scale, 0.0), guidance > 1.0)
+        return ops.logical_and(ops.logical_and(begins, ends), asked)
+
+    skip = Extra(
+        SKIP_SCALE,
+        0.0,
+        Part(prompt=True),
+        skip_is_wanted,
+        lambda output, own, without, scale: output + scale * (own - without),
+        skips=True,
     )
+    return Guidance(
+        alone.scales,
+        (Part(prompt=False), Part(prompt=True)),
+        lambda outputs, scale: guide(*outputs, ops.maximum(scale, 1.0)),
+        skip if config.denoiser.skip_layers else None,
+    )
+
+
+def _for_flux(config: PipelineConfig, alone: Guidance, rescale: float) -> Guidance:
+    """Guide by a negative prompt only where its scale asks for it: models are told a scale."""
+    negative = Extra(
+        TRUE_SCALE,
+        1.0,
+        Part(prompt=False),
+        lambda call, calls, scale, guidance: scale > 1.0,
+        lambda output, own, negative, scale: guide(negative, own, scale),
+    )
+    return replace(alone, extra=negative)
+
+
+_KINDS = {"clip": _for_clip, "sd3": _for_sd3, "flux": _for_flux}
 
 
 def _joined(parts):

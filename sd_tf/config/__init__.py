@@ -5,7 +5,13 @@
 
 from sd_tf.config.autoencoder import AutoencoderConfig, LatentScale
 from sd_tf.config.errors import ConfigError
-from sd_tf.config.families import FAMILIES, family_of, has_named_sizes, with_kerascv_numerics
+from sd_tf.config.families import (
+    FAMILIES,
+    family_of,
+    has_named_sizes,
+    suited_to,
+    with_kerascv_numerics,
+)
 from sd_tf.config.flux import FluxConfig
 from sd_tf.config.mmdit import MMDiTConfig
 from sd_tf.config.pipeline import (
@@ -52,5 +58,6 @@ __all__ = [
     "family_of",
     "has_named_sizes",
     "latent_inputs_of",
+    "suited_to",
     "with_kerascv_numerics",
 ]

@@ -181,6 +181,22 @@ def family_of(config: PipelineConfig) -> str:
     return next(family for family in KNOWN_BY if agrees(family))
 
 
+# Family → the parameters of a call that its makers recommend, where they are not everyone's.
+_SD3_SUITED = {"num_steps": 28, "guidance_scale": 7.0, "strength": 0.6}
+SUITED = {
+    "sd3-medium": _SD3_SUITED,
+    "sd3.5-medium": _SD3_SUITED,
+    "sd3.5-large": _SD3_SUITED,
+    "flux-schnell": {"num_steps": 4, "guidance_scale": 1.0, "strength": 0.6},
+    "flux-dev": {"num_steps": 28, "guidance_scale": 3.5, "strength": 0.6},
+}
+
+
+def suited_to(config: PipelineConfig) -> dict[str, float]:
+    """Return the family's own defaults for parameters of a call, by name."""
+    return dict(SUITED.get(family_of(config), {}))
+
+
 def has_named_sizes(config: PipelineConfig) -> bool:
     """Tell whether the networks have exactly the named family's sizes."""
     named = FAMILIES[family_of(config)]

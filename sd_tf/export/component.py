@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from sd_tf.components.build import Component, component, empty_tokens_of
 from sd_tf.components.describe import origins
-from sd_tf.components.geometry import Geometry
+from sd_tf.components.geometry import Geometry, takes_weights
 from sd_tf.export import bundles, verify
 from sd_tf.export.modules import ComponentModule
 from sd_tf.export.options import ExportOptions
@@ -54,7 +54,8 @@ def export_component(
     is_compiled = name != "text_encoder" or options.jit_compile_text_encoder
     module = ComponentModule(part, geometry.shapes, rewrites, is_compiled)
     samples = []
-    for endpoint in verify.endpoints_for(name, geometry.shapes, options.verify):
+    weighted = takes_weights(checkpoint.config)
+    for endpoint in verify.endpoints_for(name, geometry.shapes, options.verify, weighted):
         report(name, f"computing the reference of {endpoint}")
         specs = module.endpoints[endpoint].structured_input_signature[1]
         inputs = verify.sample_inputs(specs, part, options.verify)

@@ -16,7 +16,7 @@ from sd_tf.components.build import Component
 from sd_tf.export.bundles import PLACES
 from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
 from sd_tf.runtime.runner import PLAIN
-from sd_tf.runtime.shapes import Shapes
+from sd_tf.runtime.shapes import Shapes, Size
 from sd_tf.sampling.packed import Packed
 
 # The tables that are large, and therefore saved as variables rather than as constants.
@@ -35,9 +35,7 @@ class ComponentModule(tf.Module):
         self._rewrites, self._jit_compile = rewrites, jit_compile
         self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
         self.eager = {}  # name → the endpoint as a Python function
-        self.tables = None
-        if component.tables is not None:
-            self.tables = SamplerTables(component.tables, component.default_scheduler)
+        self.tables = sampler_tables(component)
         traces = Traces()
         for shape in shapes.all:
             endpoints = component.endpoints(shape, self.tables, traces.shared)
@@ -68,8 +66,17 @@ class ComponentModule(tf.Module):
         self._sign(PLAIN + name, as_png(decode.function), decode.inputs)
 
     def _sign(self, name: str, body, inputs: dict[str, Spec]) -> None:
-        counts_steps = self.tables is not None and "num_steps" in inputs
-        self.endpoints[name] = signed(body, inputs, self.tables.checks if counts_steps else None)
+        counts_steps = self.tables and "num_steps" in inputs
+        # Every size has the same runs.
+        checks = next(iter(self.tables.values())).checks if counts_steps else None
+        self.endpoints[name] = signed(body, inputs, checks)
+
+
+def sampler_tables(component: Component) -> dict[Size, "SamplerTables"]:
+    """Return the component's tables for TensorFlow, once for all sizes that share them."""
+    default = component.default_scheduler
+    made = {id(packed): SamplerTables(packed, default) for packed in component.tables.values()}
+    return {size: made[id(packed)] for size, packed in component.tables.items()}
 
 
 def keep_variables(module: tf.Module, component: Component) -> None:

@@ -43,6 +43,12 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
         refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
     if options.text_to_image and set(options.components) != set(COMPONENTS):
         refuse("The text_to_image is exported with all components.", ", ".join(options.components))
+    if options.text_to_image and checkpoint.config.t5_encoders:
+        refuse(
+            "The text_to_image is for checkpoints whose text encoders are all CLIP: T5's tokenizer "
+            "has no form in TensorFlow's core operations.",
+            ", ".join(checkpoint.config.t5_encoders),
+        )
     if options.text_to_image and checkpoint.config.latent_inputs != "none":
         refuse(
             "The text_to_image is for checkpoints that draw from a prompt alone.",

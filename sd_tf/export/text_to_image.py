@@ -12,11 +12,11 @@ import tensorflow as tf
 from sd_tf.components import Spec
 from sd_tf.components.build import Component
 from sd_tf.export.modules import (
-    SamplerTables,
     Traces,
     compiled,
     keep_variables,
     png_files,
+    sampler_tables,
     signed,
 )
 from sd_tf.export.tokenizer import GraphTokenizer
@@ -25,7 +25,7 @@ from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.request import time_ids_of
-from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.tokenizer.tables import tables_of
@@ -54,7 +54,7 @@ class TextToImageModule(tf.Module):
         for part in parts.values():
             keep_variables(self, part)
         loop = parts["diffusion_model"]
-        self.tables = SamplerTables(loop.tables, loop.default_scheduler)
+        self.tables = sampler_tables(loop)
         self.tokenizers = [
             GraphTokenizer(tables_of(one), one.max_length, manifest.prompt_chunks)
             for one in tokenizers
@@ -74,6 +74,7 @@ class TextToImageModule(tf.Module):
             "unconditional_guidance_scale": Spec(),
             "seed": seeds,
             "scheduler": Spec((), "string"),
+            **dict.fromkeys(self._manifest.further_scales, Spec()),
             **self._parts["diffusion_model"].places.inputs,
         }
         for prefix, is_compiled in (("", True), (PLAIN, False)):
@@ -113,7 +114,8 @@ class TextToImageModule(tf.Module):
         time_ids = self._time_ids(shape)
 
         def draw(prompt, num_steps, scheduler, negative_prompt=None, **inputs):
-            checks = self.tables.checks(num_steps=num_steps, scheduler=scheduler)
+            tables = self.tables[shape.size]
+            checks = tables.checks(num_steps=num_steps, scheduler=scheduler)
             with tf.control_dependencies(checks):  # before anything else can fail
                 prompt, num_steps, scheduler = map(tf.identity, (prompt, num_steps, scheduler))
             tokens = self._tokens(tf.ensure_shape(prompt, (shape.batch_size,)))
@@ -133,11 +135,16 @@ class TextToImageModule(tf.Module):
         """Return the values of a call that gives a prompt alone; picture i has the seed i."""
         manifest = self._manifest
         default = manifest.schedulers[manifest.default_sampler]
+        call = Call("").completed(manifest)
         return {
-            "num_steps": tf.constant(min(Call.num_steps, default.most_steps)),
-            "unconditional_guidance_scale": tf.constant(Call.guidance_scale, "float32"),
+            "num_steps": tf.constant(min(call.num_steps, default.most_steps)),
+            "unconditional_guidance_scale": tf.constant(call.guidance_scale, "float32"),
             "seed": tf.range(shape.batch_size),
             "scheduler": tf.constant(default.number),
+            **{
+                name: tf.constant(NO_FURTHER_GUIDANCE[name], "float32")
+                for name in manifest.further_scales
+            },
             **self._parts["diffusion_model"].places.none(),
         }
 

@@ -12,7 +12,7 @@ from sd_tf.runtime.call import WEIGHTED, Call
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
-from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.runtime.shapes import Shapes
 
@@ -25,9 +25,10 @@ PROMPT, NEGATIVE_PROMPT = "a lighthouse above the sea, İstanbul", "fog"
 
 def run_of(part: Component, level: str) -> dict[str, np.int32]:
     """Choose the run to compare: few steps of the default scheduler."""
-    if part.tables is None:
+    if not part.tables:
         return {}
-    possible = np.flatnonzero(part.tables.calls[part.default_scheduler]) + 1
+    tables = next(iter(part.tables.values()))
+    possible = np.flatnonzero(tables.calls[part.default_scheduler]) + 1
     enough = possible[possible >= STEPS[level]]
     steps = enough[0] if enough.size else possible[-1]
     return {"num_steps": np.int32(steps), "scheduler": np.int32(part.default_scheduler)}
@@ -40,6 +41,8 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
         **run_of(part, level),
         "unconditional_guidance_scale": np.float32(7.5),
         "image_guidance_scale": np.float32(1.5),
+        "true_guidance_scale": np.float32(2.0),
+        "skip_layer_guidance_scale": np.float32(2.8),
     }
     inputs = {}
     for name, spec in specs.items():
@@ -78,11 +81,13 @@ class Sample:
     reference: dict[str, np.ndarray]
 
 
-def endpoints_for(component: str, shapes: Shapes, level: str) -> list[str]:
-    """Return the endpoints to compare: one for every shape, or only for the first."""
-    endpoint = {"diffusion_model": "from_noise", "text_encoder": WEIGHTED}.get(
-        component, "serving_default"
-    )
+def endpoints_for(component: str, shapes: Shapes, level: str, weighted: bool) -> list[str]:
+    """Return the endpoints to compare: one for every shape, or only for the first.
+
+    `weighted`: prompts may have weights, and the text encoder has an endpoint for them.
+    """
+    wanted = {"diffusion_model": "from_noise", "text_encoder": WEIGHTED if weighted else "encode"}
+    endpoint = wanted.get(component, "serving_default")
     compared = {"full": shapes.all, "fast": [shapes.first], "off": []}[level]
     return [shapes.signature(endpoint, shape) for shape in compared]
 
@@ -92,6 +97,7 @@ def drawn(
 ) -> list[Sample]:
     """Draw with the exported components what their SavedModel from prompts to files has to draw."""
     pipe, samples = Pipeline.load(folder, jit_compile=False), []
+    call = Call("").completed(manifest)
     for shape in manifest.shapes.all if level == "full" else [manifest.shapes.first]:
         prompts = [f"{PROMPT}, {i}" for i in range(shape.batch_size)]
         seeds = list(range(shape.batch_size))
@@ -107,9 +113,10 @@ def drawn(
             "prompt": np.array(prompts),
             "negative_prompt": np.array([NEGATIVE_PROMPT] * shape.batch_size),
             "num_steps": np.int32(num_steps),
-            "unconditional_guidance_scale": np.float32(Call.guidance_scale),
+            "unconditional_guidance_scale": np.float32(call.guidance_scale),
             "seed": np.array(seeds, "int32"),
             "scheduler": np.array(manifest.default_sampler),
+            **{name: np.float32(NO_FURTHER_GUIDANCE[name]) for name in manifest.further_scales},
         }
         name = manifest.shapes.signature(endpoint, shape)
         samples.append(Sample(name, inputs, {"image_bytes": images}))

@@ -19,10 +19,9 @@ from sd_tf.components.geometry import Geometry
 from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
 from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
-from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.runner import CALLED
-from sd_tf.runtime.shapes import Shape, Shapes
+from sd_tf.runtime.shapes import Shape, Shapes, Size
 from sd_tf.sampling.packed import Packed
 from sd_tf.weights import Checkpoint, layout
 
@@ -45,10 +44,20 @@ class JaxComponent:
     @cached_property
     def tables(self) -> dict[str, np.ndarray]:
         """The samplers' tables as weights: float32, whatever the models' precision."""
-        packed = self.component.tables
-        if packed is None:
-            return {}
-        return {TABLES + field.name: getattr(packed, field.name) for field in fields(packed)}
+        return {
+            prefix + field.name: getattr(self.component.tables[size], field.name)
+            for size, prefix in self._table_prefixes.items()
+            for field in fields(Packed)
+        }
+
+    @cached_property
+    def _table_prefixes(self) -> dict[Size, str]:
+        """The start of the names of each size's tables; sizes that share tables share it."""
+        tables = self.component.tables
+        shared = {id(packed): TABLES for packed in tables.values()}
+        if len(shared) > 1:
+            shared |= {id(x): f"{TABLES}{h}x{w}." for (h, w), x in tables.items()}
+        return {size: shared[id(packed)] for size, packed in tables.items()}
 
     @cached_property
     def places(self) -> dict[str, keras.Variable]:
@@ -76,9 +85,10 @@ class JaxComponent:
 
         def function(weights, state, inputs):
             given = [(variable, weights[name]) for name, variable in self._variables.items()]
-            tables = None
-            if self.tables:
-                tables = Packed(**{f.name: weights[TABLES + f.name] for f in fields(Packed)})
+            tables = {
+                size: Packed(**{f.name: weights[prefix + f.name] for f in fields(Packed)})
+                for size, prefix in self._table_prefixes.items()
+            }
             with keras.StatelessScope(state_mapping=given), lowered(self.rewrites):
                 endpoints = self.component.endpoints(shape, tables)
                 outputs = endpoints[endpoint].function(**state, **inputs)
@@ -126,7 +136,7 @@ def called(component: JaxComponent, shapes: Shapes) -> dict[str, tuple[str, Shap
         shapes.signature(endpoint, shape): (endpoint, shape)
         for shape in shapes.all
         for endpoint in CALLED[component.component.name]
-        if endpoint != ADAPTED or component.places
+        if endpoint in component.component.endpoints(shape)
     }
 
 

@@ -1,6 +1,7 @@
-"""Where arrays lie on a mesh of devices: pictures over `data`, the UNet's weights over `model`."""
+"""Where arrays lie on a mesh of devices: pictures over `data`, weights over `model`."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -12,16 +13,17 @@ from sd_tf.runtime.adapter_places import ADAPTER_SCALES
 from sd_tf.runtime.manifest import ExportError
 
 DATA, MODEL = "data", "model"
-UNET = "unet."
+# The starts of the names of weights that are divided: those of the denoisers, and of T5.
+DIVIDED = re.compile(r"(unet|transformer|text_encoder_\d\.(encoder\.block|shared))\.")
 
 # A pair of layers works on halves of the channels between them: the first is divided by its
 # outputs, the second by its inputs, so that only the second's sum crosses devices. Everything else
 # is divided by its outputs, to save memory.
-BY_INPUTS = ("to_out.0", "net.2", "conv2")
+BY_INPUTS = ("to_out.0", "to_add_out", "net.2", "conv2", "SelfAttention.o", "DenseReluDense.wo")
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, model: int = 1) -> Mesh:
-    """Arrange devices (None: all, of all hosts), `model` of them to each copy of the UNet."""
+    """Arrange devices (None: all, of all hosts), `model` of them to each copy of the models."""
     devices = jax.devices() if devices is None else devices
     if model < 1 or len(devices) % model:
         raise ExportError(
@@ -55,7 +57,7 @@ def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
 def of_weight(mesh: Mesh, name: str, shape: Sequence[int]) -> NamedSharding:
     """Return where a weight lies, by its name and its shape in Keras: inputs before outputs."""
     parts = mesh.shape[MODEL]
-    if parts == 1 or not name.startswith(UNET) or len(shape) < 2:
+    if parts == 1 or not DIVIDED.match(name) or len(shape) < 2:
         return NamedSharding(mesh, PartitionSpec())
     layer = name.rpartition(".")[0]
     by_inputs = layer.endswith(BY_INPUTS)

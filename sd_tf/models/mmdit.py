@@ -1,4 +1,7 @@
-"""The MMDiT of Stable Diffusion 3 and 3.5 (Esser et al. 2024): joint attention of patches and texts."""
+"""The MMDiT of Stable Diffusion 3 and 3.5, in which patches and texts attend to each other.
+
+Esser et al. 2024, "Scaling Rectified Flow Transformers".
+"""
 
 from keras import ops
 

@@ -1,5 +1,8 @@
 """The UNet denoiser: noisy latents, a timestep and a text context → the model's prediction."""
 
+import math
+
+import numpy as np
 from keras import ops
 
 from sd_tf.models.attention import SpatialTransformer
@@ -171,7 +174,7 @@ class UNet(Block):
         """Predict: latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
 
         SDXL also takes `pooled` (B, 1280) and `time_ids` (B, 6; the refiner's: B, 5). LCM also
-        takes `guidance`, the embedded guidance scale (B, guidance_embed_dim).
+        takes `guidance`, the guidance scale (B,).
         """
         embedding = self.embed(timesteps, pooled, time_ids, guidance)
         x = self.conv_in(latents)
@@ -189,6 +192,8 @@ class UNet(Block):
 
     def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):
         """Embed everything that depends on no latent: timesteps and added conditions → (B, D)."""
+        if guidance is not None:
+            guidance = embed_guidance(guidance, self.config.guidance_embed_dim)
         embedding = self.time_embedding(sinusoid(timesteps, self.config.channels[0]), guidance)
         if self.add_embedding is None:
             return embedding
@@ -198,3 +203,11 @@ class UNet(Block):
         return embedding + self.add_embedding(
             ops.concatenate([ops.cast(pooled, "float32"), ids], axis=-1)
         )
+
+
+def embed_guidance(scale, width):
+    """Embed w = guidance scale − 1 as LCM does, (B,) → (B, width): sines, then cosines."""
+    half = width // 2
+    frequencies = np.exp(np.arange(half, dtype="float32") * (-math.log(10000.0) / (half - 1)))
+    angles = 1000.0 * (scale[:, None] - 1.0) * frequencies
+    return ops.concatenate([ops.sin(angles), ops.cos(angles)], axis=-1)

@@ -7,7 +7,7 @@ the HTTP body, the columns of batch files, the PNG's metadata and the page's for
 import functools
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from sd_tf.runtime.shapes import ShapeError, Size
 START, EDIT, PAINT = "start", "edit", "paint"
 USE_OF_LATENT_INPUTS = {"none": START, "image": EDIT, "mask_and_image": PAINT}
 MOST_CHARACTERS = 10_000  # of a prompt
+STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
 # How prompts are read. The second is also the name of the text encoder's endpoint that it needs.
 PLAIN, WEIGHTED = SYNTAXES = ("plain", "weighted")
 MOST_GUIDANCE = 1_000_000
@@ -56,6 +57,19 @@ ADAPTED = Condition(
     lambda manifest: manifest.adapters.slots > 0,
 )
 GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
+TRULY_GUIDED = Condition(
+    "Flux exports with guidance by a negative prompt",
+    lambda manifest: "true_guidance_scale" in manifest.further_scales,
+)
+SKIPPING = Condition(
+    "SD3.5 exports that can leave out blocks",
+    lambda manifest: "skip_layer_guidance_scale" in manifest.further_scales,
+)
+
+
+def _suited(name: str, otherwise: Any) -> Callable[[Manifest], Any]:
+    """Return the family's own default, or everyone's."""
+    return lambda manifest: manifest.suited.get(name, otherwise)
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,9 @@ class Call:
         above=0,
         most=1,
         slider=(0.05, 1, 0.05),
-        otherwise=lambda manifest: 0.8 if use_of_picture(manifest) == START else 1.0,
+        otherwise=lambda manifest: (
+            manifest.suited.get("strength", 0.8) if use_of_picture(manifest) == START else 1.0
+        ),
         goes_with="image",
         taken_by=STARTS_OR_PAINTS,
     )
@@ -136,8 +152,10 @@ class Call:
     num_steps: int | None = parameter(
         Kind.WHOLE,
         "Steps",
-        "number of denoising steps; more take longer",
-        default=50,
+        f"number of denoising steps; more take longer (default: the family's, mostly {STEPS})",
+        otherwise=lambda manifest: min(
+            int(manifest.suited.get("num_steps", STEPS)), manifest.max_steps
+        ),
         least=1,
         most=lambda manifest: manifest.max_steps,
         slider=(1, None, 1),
@@ -145,12 +163,33 @@ class Call:
     guidance_scale: float | None = parameter(
         Kind.NUMBER,
         "Guidance",
-        "strength of the prompt",
-        default=7.5,
+        f"strength of the prompt (default: the family's, mostly {GUIDANCE})",
+        otherwise=_suited("guidance_scale", GUIDANCE),
         least=-MOST_GUIDANCE,
         most=MOST_GUIDANCE,
         slider=(0, 15, 0.5),
         shown_by=GUIDED,
+    )
+    true_guidance_scale: float | None = parameter(
+        Kind.NUMBER,
+        "True guidance",
+        "Flux: strength of the negative prompt; above 1 each step takes twice as long (default: 1)",
+        least=1,
+        most=MOST_GUIDANCE,
+        slider=(1, 8, 0.5),
+        otherwise=lambda manifest: 1.0,
+        goes_with="negative_prompt",
+        taken_by=TRULY_GUIDED,
+    )
+    skip_layer_guidance_scale: float | None = parameter(
+        Kind.NUMBER,
+        "Skip-layer guidance",
+        "SD3.5: strength of the difference that some blocks make, in early steps (default: 0)",
+        least=-MOST_GUIDANCE,
+        most=MOST_GUIDANCE,
+        slider=(0, 6, 0.1),
+        otherwise=lambda manifest: 0.0,
+        taken_by=SKIPPING,
     )
     scheduler: str | None = parameter(
         Kind.CHOICE,

@@ -17,7 +17,7 @@ from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 6  # 6: places for adapters
+FORMAT_VERSION = 7  # 7: scales of further guidance, the family's defaults
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -133,6 +133,8 @@ class Manifest:
     prediction: str
     latent_inputs: str  # none | image | mask_and_image
     time_ids: int  # SDXL's size numbers per image; 0 elsewhere
+    further_scales: tuple[str, ...]  # of guidance that a call may ask for, beside the usual one
+    suited: dict[str, float]  # the family's defaults for parameters of a call
     zero_empty_negative: bool
     scaling_factor: float
     shift_factor: float
@@ -288,6 +290,12 @@ def _from_version_4(content: dict[str, Any]) -> None:
 def _from_version_5(content: dict[str, Any]) -> None:
     """Add that there are no places for adapters."""
     content["adapters"] = dataclasses.asdict(NO_PLACES)
+    _from_version_6(content)
+
+
+def _from_version_6(content: dict[str, Any]) -> None:
+    """Add that there is no further guidance, and no default of the family's own."""
+    content |= {"further_scales": [], "suited": {}}
 
 
 def serves(component: str, part: str) -> bool:
@@ -299,7 +307,13 @@ def serves(component: str, part: str) -> bool:
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")
 
 
-UPGRADES = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4, 5: _from_version_5}
+UPGRADES = {
+    2: _from_version_2,
+    3: _from_version_3,
+    4: _from_version_4,
+    5: _from_version_5,
+    6: _from_version_6,
+}
 
 LARGE = 1 << 26
 

@@ -40,6 +40,10 @@ class Watch:
     every: int
 
 
+# Scales of further guidance, and the value that asks for none.
+NO_FURTHER_GUIDANCE = {"true_guidance_scale": 1.0, "skip_layer_guidance_scale": 0.0}
+
+
 class Runner(ABC):
     """Runs an export's models on one batch at a time. A subclass says where."""
 
@@ -176,6 +180,9 @@ class Runner(ABC):
         scales = {"unconditional_guidance_scale": np.float32(request.shared.guidance_scale)}
         if use_of_picture(self.manifest) == EDIT:
             scales["image_guidance_scale"] = np.float32(request.shared.image_guidance_scale)
+        for name in self.manifest.further_scales:
+            value = getattr(request.shared, name)
+            scales[name] = np.float32(NO_FURTHER_GUIDANCE[name] if value is None else value)
         return scales
 
 

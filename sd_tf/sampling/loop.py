@@ -44,7 +44,7 @@ def empty_history(latents):
 def denoise(predict, rows, latents, history, first, start, stop, seeds):
     """Walk rows [start, stop) of a run that began at row `first`; return latents and history.
 
-    `rows(i, variant)` gives a row of the table, `predict(x, timestep)` the guided model output.
+    `rows(i, variant)` gives a row of the table, `predict(x, timestep, i)` the guided model output.
     """
 
     def step(i, x, past):
@@ -53,7 +53,7 @@ def denoise(predict, rows, latents, history, first, start, stop, seeds):
         def column(name):
             return row[COLUMN[name]]
 
-        output = predict(x * column("input_scale"), column("timestep"))
+        output = predict(x * column("input_scale"), column("timestep"), i)
         kept = column("p") * x + column("q") * output
         past = ops.concatenate([kept[None], past[:-1]], axis=0)
         x = column("a") * x

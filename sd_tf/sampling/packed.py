@@ -33,7 +33,7 @@ class Packed:
         return {name: self.calls[number].tolist() for name, number in self.numbers.items()}
 
 
-@functools.lru_cache(maxsize=2)  # an export asks for the same tables several times
+@functools.lru_cache(maxsize=8)  # an export asks for the same tables several times
 def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
     """Make the tables of every sampler that can walk the schedule, for 1…max_steps steps."""
     check_sampler(schedule, schedule.sampler)

@@ -1,5 +1,6 @@
 """Every family's models against diffusers' and transformers', on weights that those saved."""
 
+import diffusers
 import keras
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def unet_inputs(unet, height, width, batch=2):
         inputs["pooled"] = normal(batch, unet.added.pooled_dim)
         inputs["time_ids"] = np.array(ids, "float32")[:, : unet.added.num_time_ids]
     if unet.guidance_embed_dim is not None:
-        inputs["guidance"] = normal(batch, unet.guidance_embed_dim)
+        inputs["guidance"] = np.array([8.0, 1.5][:batch], "float32")
     return inputs
 
 
@@ -73,7 +74,11 @@ def run_peer_unet(module, inputs):
             "text_embeds": to_torch(inputs["pooled"]),
             "time_ids": to_torch(inputs["time_ids"]),
         }
-    guidance = inputs.get("guidance")
+    guidance = None
+    if "guidance" in inputs:
+        guidance = diffusers.LatentConsistencyModelPipeline.get_guidance_scale_embedding(
+            None, to_torch(inputs["guidance"]) - 1, module.config.time_cond_proj_dim
+        )
     with torch.no_grad():
         return channels_last(
             module(
@@ -81,7 +86,7 @@ def run_peer_unet(module, inputs):
                 to_torch(inputs["timesteps"]),
                 to_torch(inputs["context"]),
                 added_cond_kwargs=added,
-                timestep_cond=None if guidance is None else to_torch(guidance),
+                timestep_cond=guidance,
             ).sample
         )
 

@@ -175,5 +175,5 @@ def test_bfloat16(name):
 def test_too_large_a_picture():
     config = MMDITS["sd3"]
     inputs = inputs_of(config, 32, 8)
-    with pytest.raises(ValueError, match="positions for 12 patches a side. Received: 16 x 4"):
+    with pytest.raises(ValueError, match=r"positions for 12 patches a side. Received: 16 x 4"):
         loaded(peer_of(config), config)(**inputs)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape
 
@@ -40,8 +39,8 @@ class Settings:
     batch_wait: float = 0.02  # seconds that an incomplete batch waits for more
     max_count: int = 16  # pictures of one call
     max_body: int = 64  # MiB of a TensorFlow Serving call
-    num_steps: int = Call.num_steps
-    guidance_scale: float = Call.guidance_scale
+    num_steps: int | None = None  # of a call that gives none; None: the export's default
+    guidance_scale: float | None = None
     timeout: float = 600.0  # seconds of a call that gives none
     examples: tuple[str, ...] = ()
     watch: float = 2.0  # seconds between checks for a new export; 0: never
@@ -49,7 +48,7 @@ class Settings:
 
     def call_defaults(self, manifest: Manifest) -> dict[str, Any]:
         """Return this server's own defaults for parameters of a call, by name."""
-        return {
-            "num_steps": min(self.num_steps, manifest.max_steps),
-            "guidance_scale": self.guidance_scale,
-        }
+        own = {"guidance_scale": self.guidance_scale}
+        if self.num_steps is not None:
+            own["num_steps"] = min(self.num_steps, manifest.max_steps)
+        return {name: value for name, value in own.items() if value is not None}

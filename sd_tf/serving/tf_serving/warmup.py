@@ -16,8 +16,9 @@ from google.protobuf.message import DecodeError
 from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
+from sd_tf.runtime.call import takes_weights
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.runtime.text_inputs import text_inputs
 from sd_tf.serving.tf_serving import ServingError, signatures
@@ -91,7 +92,8 @@ class Values:
         calls = manifest.schedulers[scheduler].calls
         steps = next(n for n, count in enumerate(calls, start=1) if count)  # 1 wherever possible
         tokenizers = [ClipTokenizer.from_folder(export / p) for p in manifest.tokenizers.values()]
-        texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted=True)
+        weighted = takes_weights(manifest)
+        texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted)
         self.time_ids = manifest.time_ids
         self.texts = {"prompt": PROMPT, "negative_prompt": "", "scheduler": scheduler}
         self.random = np.random.default_rng(0)
@@ -104,6 +106,7 @@ class Values:
             "start": 0,
             "stop": calls[steps - 1],
             "unconditional_guidance_scale": GUIDANCE,
+            **{name: NO_FURTHER_GUIDANCE[name] for name in manifest.further_scales},
             "history": 0,
             "mask": 1,
         }
