@@ -10,9 +10,11 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    T5Config,
 )
 
 from sd_tf.bench.peers import random_checkpoint
+from sd_tf.config import T5EncoderConfig
 from sd_tf.tokenizer.clip import ClipTokenizer
 
 # Small models: several threads wait for each other, ten times as long beside other tests.
@@ -94,11 +96,27 @@ SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_l
 SCHEDULE |= {"steps_offset": 1}
 
 
+T5 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+T5_XXL = {**T5, "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64}
+
 randomized = functools.partial(random_checkpoint.randomized, spread=0.2)
 
 
 def text_config(activation="quick_gelu", **changes) -> CLIPTextConfig:
     return CLIPTextConfig(**{**CLIP, "hidden_act": activation, "pad_token_id": 1, **changes})
+
+
+def t5_config(config: T5EncoderConfig, **changes) -> T5Config:
+    """Return transformers' configuration of the same encoder."""
+    sizes = {
+        "d_model": config.hidden_size,
+        "d_ff": config.intermediate_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "d_kv": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    return T5Config(**{**T5, **sizes, **changes})
 
 
 @functools.cache

@@ -17,19 +17,23 @@ MANY_KEYS = 1024
 QUERY_BLOCK = 512
 
 
-def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False):
-    """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax is always in float32."""
+def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
+    """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax is always in float32.
+
+    `mask`, (N, M) or (heads, N, M), is added to the scores; `scale` None: 1 / √(C / heads).
+    """
     head_dim = q.shape[-1] // num_heads
+    scale = head_dim**-0.5 if scale is None else scale
     wanted = rewrites()
     if wanted.fused_attention and mask is None and not upcast:
         q, k, v = (ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)) for x in (q, k, v))
-        h = ops.dot_product_attention(q, k, v)
+        h = ops.dot_product_attention(q, k, v, scale=scale)
         return ops.reshape(h, (-1, h.shape[1], num_heads * head_dim))
 
     def split_heads(x):  # (B, N, C) → (B, heads, N, C / heads)
         return ops.transpose(ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)), (0, 2, 1, 3))
 
-    q, k, v = split_heads(q * head_dim**-0.5), split_heads(k), split_heads(v)
+    q, k, v = split_heads(q * scale), split_heads(k), split_heads(v)
     if upcast:
         q, k = ops.cast(q, "float32"), ops.cast(k, "float32")
     blocked = wanted.query_blocks and mask is None and k.shape[2] >= MANY_KEYS

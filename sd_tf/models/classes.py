@@ -4,17 +4,20 @@ from sd_tf.config import (
     AutoencoderConfig,
     FluxConfig,
     MMDiTConfig,
+    T5EncoderConfig,
     TextEncoderConfig,
     UNetConfig,
 )
 from sd_tf.models.flux import Flux
 from sd_tf.models.mmdit import MMDiT
+from sd_tf.models.t5 import T5Encoder
 from sd_tf.models.text_encoder import TextEncoder
 from sd_tf.models.unet import UNet
 from sd_tf.models.vae import VAE
 
 MODEL_CLASSES = {
     TextEncoderConfig: TextEncoder,
+    T5EncoderConfig: T5Encoder,
     UNetConfig: UNet,
     MMDiTConfig: MMDiT,
     FluxConfig: Flux,
