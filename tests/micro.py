@@ -90,7 +90,7 @@ def build(name):
 
 
 def denoising() -> Denoising:
-    return Denoising(build("unet"), [build("text_encoder")], CONFIG.schedule)
+    return Denoising(build("unet"), [build("text_encoder")], CONFIG)
 
 
 def latent_batch(config, size: int, step: int = 0):

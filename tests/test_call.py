@@ -99,7 +99,7 @@ def test_further_guidance():
         Call("a", true_guidance_scale=2).completed(flux)
     with pytest.raises(CallError, match=r"true_guidance_scale is a number from 1 to .*: 0.5"):
         Call("a", "b", true_guidance_scale=0.5).completed(flux)
-    with pytest.raises(CallError, match="skip_layer_guidance_scale is only for SD3.5 exports"):
+    with pytest.raises(CallError, match=r"skip_layer_guidance_scale is only for SD3\.5"):
         Call("a", skip_layer_guidance_scale=2.8).completed(flux)
     skipping = manifest(further_scales=("skip_layer_guidance_scale",))
     assert Call("a").completed(skipping).skip_layer_guidance_scale == 0.0

@@ -79,6 +79,10 @@ def test_parts_that_do_not_fit():
             replace(sd1, schedule=replace(sd1.schedule, sampler="dpm_fast")),
             r"Unknown scheduler 'dpm_fast'. Known: ddim",
         ),
+        (
+            replace(sd1, schedule=replace(sd1.schedule, sampler="flow_heun")),
+            r"scheduler of a beta schedule is one of ddim, .*, lcm, .* Received: 'flow_heun'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             config.check()

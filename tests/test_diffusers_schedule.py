@@ -1,30 +1,37 @@
 """scheduler_config.json: the classes' own defaults, what is written, flow matching."""
 
 import inspect
+import json
 import re
 from dataclasses import replace
 
 import diffusers
 import pytest
 
-from sd_tf.config import SAMPLERS, ConfigError, ScheduleConfig
+from sd_tf.config import FAMILIES, SAMPLERS, ConfigError, DynamicShift, ScheduleConfig
 from sd_tf.sampling.methods import METHODS
-from sd_tf.weights.diffusers_schedule import PEERS, read_schedule, write_schedule
+from sd_tf.weights.diffusers_schedule import DYNAMIC_SHIFT, PEERS, read_schedule, write_schedule
 
 NAMES = ("beta_start", "beta_end", "beta_schedule")
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.method}-{peer.kind}")
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.method}-{peer.class_name}")
 def test_defaults_are_the_class_own(peer):
     """An absent field has the value that diffusers would give it."""
     parameters = inspect.signature(getattr(diffusers, peer.class_name).__init__).parameters
     for name, (default, _) in peer.required.items():
         assert parameters[name].default == default
-    assert ("use_karras_sigmas" in parameters) == peer.karras
+    assert ("use_karras_sigmas" in {*parameters} - {*peer.required}) == peer.karras
     assert ("set_alpha_to_one" in parameters) == (peer.set_alpha_to_one is not None)
     if peer.set_alpha_to_one is not None:
         assert parameters["set_alpha_to_one"].default == peer.set_alpha_to_one
-    if peer.kind == "beta":
+    if peer.is_flow:
+        assert ("use_dynamic_shifting" not in parameters) == peer.fixed_shift
+        assert ("shift_terminal" not in parameters) == peer.fixed_shift
+        for theirs, ours in DYNAMIC_SHIFT.items():
+            if not peer.fixed_shift:
+                assert parameters[theirs].default == getattr(DynamicShift(), ours)
+    else:
         assert tuple(parameters[name].default for name in NAMES) == peer.betas
         assert parameters["timestep_spacing"].default == peer.spacing
 
@@ -33,7 +40,7 @@ def test_every_method_of_diffusers_has_its_class():
     assert {peer.method for peer in PEERS} == {name for name in METHODS if "kerascv" not in name}
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if "kerascv" not in name])
+@pytest.mark.parametrize("name", [n for n in ScheduleConfig().samplers if "kerascv" not in n])
 def test_what_is_written_is_read_back_by_both(name):
     schedule = ScheduleConfig(
         sampler=name,
@@ -50,23 +57,133 @@ def test_what_is_written_is_read_back_by_both(name):
     )
 
 
-@pytest.mark.parametrize("name", ["euler_linspace", "heun"])
-def test_flow_matching(name):
-    schedule = ScheduleConfig(kind="flow", prediction="flow", shift=3.0, sampler=name)
+FLOW = ScheduleConfig(kind="flow", prediction="flow", sampler="flow_euler", shift=3.0)
+SHIFT = DynamicShift(base_shift=0.25, max_shift=1.5, base_patches=100, max_patches=1600)
+
+
+def saved_by_diffusers(written, folder):
+    """Return the file that diffusers' class saves of what it was made from."""
+    scheduler = getattr(diffusers, written["_class_name"]).from_config(written)
+    scheduler.save_config(folder)
+    return json.loads((folder / "scheduler_config.json").read_text())
+
+
+@pytest.mark.parametrize("spacing", ["linspace", "trailing"])
+@pytest.mark.parametrize(
+    "change",
+    (
+        {},
+        {"shift": 1.0, "num_train_timesteps": 500},
+        {"sampler": "flow_heun"},
+        {"shift_terminal": 0.02},
+        {"dynamic_shift": DynamicShift()},
+        {"dynamic_shift": SHIFT, "shift_terminal": 0.1},
+        {"dynamic_shift": replace(SHIFT, exponential=False)},
+    ),
+    ids=str,
+)
+def test_flow_matching(change, spacing, tmp_path):
+    schedule = replace(FLOW, **change, spacing=spacing)
     written = write_schedule(schedule)
-    assert read_schedule(written, "here") == schedule
-    theirs = getattr(diffusers, written["_class_name"]).from_config(written)
-    full = {**theirs.config, "_class_name": written["_class_name"]}
-    assert read_schedule(full, "here") == schedule
-    assert read_schedule(full, "here", sampler="unipc") == replace(schedule, sampler="unipc")
+    for raw in (written, saved_by_diffusers(written, tmp_path)):
+        assert read_schedule(raw, "here", flow_spacing=spacing) == schedule
+        other = read_schedule(raw, "here", "flow_dpmpp_2m", flow_spacing=spacing)
+        assert other == replace(schedule, sampler="flow_dpmpp_2m")
+    assert write_schedule(schedule.for_patches(256)) == written
 
 
-@pytest.mark.parametrize("name", ["dpmpp_2m", "euler_trailing"])
+@pytest.mark.parametrize(
+    ("class_name", "sampler"),
+    [
+        ("FlowMatchEulerDiscreteScheduler", "flow_euler"),
+        ("FlowMatchHeunDiscreteScheduler", "flow_heun"),
+    ],
+)
+def test_absent_fields_of_a_flow_are_the_class_defaults(class_name, sampler, tmp_path):
+    raw = {"_class_name": class_name}
+    expected = replace(FLOW, shift=1.0, sampler=sampler)
+    assert read_schedule(raw, "here") == expected
+    assert read_schedule(saved_by_diffusers(raw, tmp_path), "here") == expected
+    if sampler == "flow_euler":
+        raw["use_dynamic_shifting"] = True
+        expected = replace(expected, dynamic_shift=DynamicShift())
+        assert read_schedule(raw, "here") == expected
+        assert read_schedule(saved_by_diffusers(raw, tmp_path), "here") == expected
+
+
+def test_released_files():
+    """The fields of Flux.1 dev's and SD3's files."""
+    flux = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler",
+        "_diffusers_version": "0.30.0.dev0",
+        "base_image_seq_len": 256,
+        "base_shift": 0.5,
+        "max_image_seq_len": 4096,
+        "max_shift": 1.15,
+        "num_train_timesteps": 1000,
+        "shift": 3.0,
+        "use_dynamic_shifting": True,
+    }
+    assert read_schedule(flux, "here", flow_spacing="trailing") == FAMILIES["flux-dev"].schedule
+    schnell = {**flux, "shift": 1.0, "use_dynamic_shifting": False}
+    schnell = read_schedule(schnell, "here", flow_spacing="trailing")
+    assert schnell == FAMILIES["flux-schnell"].schedule
+    sd3 = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
+    assert read_schedule(sd3, "here") == FAMILIES["sd3-medium"].schedule
+
+
+@pytest.mark.parametrize(
+    "field",
+    (
+        "invert_sigmas",
+        "stochastic_sampling",
+        "use_karras_sigmas",
+        "use_exponential_sigmas",
+        "use_beta_sigmas",
+    ),
+)
+def test_fields_of_a_flow_that_are_refused(field):
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**{field: True})
+    raw = {**scheduler.config, "_class_name": "FlowMatchEulerDiscreteScheduler"}
+    message = f"^here: {field}=True is not supported; supported: False"
+    with pytest.raises(ConfigError, match=message):
+        read_schedule(raw, "here")
+    if field == "invert_sigmas":  # which no choice of a sampler replaces
+        with pytest.raises(ConfigError, match=message):
+            read_schedule(raw, "here", "flow_euler")
+    else:
+        assert read_schedule(raw, "here", "flow_euler") == replace(FLOW, shift=1.0)
+
+
+def test_other_values_of_a_flow_that_are_refused():
+    euler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
+    with pytest.raises(ConfigError, match=r"time_shift_type='sqrt' .*: 'exponential', 'linear'\."):
+        read_schedule({**euler, "time_shift_type": "sqrt"}, "here")
+    with pytest.raises(ConfigError, match=r"Received: 4096 and 4096"):
+        read_schedule({**euler, "base_image_seq_len": 4096}, "here")
+    with pytest.raises(ConfigError, match=r"the field timestep_spacing='trailing' is not support"):
+        read_schedule({**euler, "timestep_spacing": "trailing"}, "here")
+    heun = {"_class_name": "FlowMatchHeunDiscreteScheduler"}
+    for field, value in (("use_dynamic_shifting", True), ("shift_terminal", 0.1)):
+        with pytest.raises(ConfigError, match=f"{field}={value} is not supported; supported: "):
+            read_schedule({**heun, field: value}, "here")
+    assert read_schedule({**euler, "shift_terminal": 0}, "here").shift_terminal is None
+
+
+@pytest.mark.parametrize("name", ["flow_dpmpp_2m", "ddim", "euler"])
 def test_a_flow_walk_that_diffusers_cannot_name(name):
-    schedule = ScheduleConfig(kind="flow", prediction="flow", sampler=name)
-    message = f"diffusers has no scheduler that walks a flow schedule as {name} does. Choose"
+    message = (
+        f"diffusers has no scheduler that walks a flow schedule as {name} does. Choose another for "
+        "this checkpoint with scheduler=..., one of flow_euler, flow_heun, flow_dpmpp_2m."
+    )
     with pytest.raises(ConfigError, match=re.escape(message)):
-        write_schedule(schedule)
+        write_schedule(replace(FLOW, sampler=name))
+
+
+@pytest.mark.parametrize("change", [{"dynamic_shift": SHIFT}, {"shift_terminal": 0.1}])
+def test_a_shift_that_heun_cannot_have(change):
+    with pytest.raises(ConfigError, match=r"FlowMatchHeun.* cannot be written for flow_heun\. .*"):
+        write_schedule(replace(FLOW, **change, sampler="flow_heun"))
 
 
 def test_a_flow_is_not_taken_for_betas():

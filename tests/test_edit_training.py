@@ -159,9 +159,8 @@ def test_options_that_cannot_be_meant(changes, message):
 
 
 def editing(checkpoint, vae=True):
-    schedule = checkpoint.config.schedule
     encoders = [freeze(checkpoint.build("text_encoder"))] if vae else []
-    denoising = Denoising(checkpoint.build("unet"), encoders, schedule, min_snr=None)
+    denoising = Denoising(checkpoint.build("unet"), encoders, checkpoint.config, min_snr=None)
     scale = checkpoint.config.autoencoder.latent_scale
     return Editing(denoising, freeze(checkpoint.build("vae")) if vae else None, scale)
 

@@ -413,7 +413,7 @@ def test_verified_run():
         return int(run["num_steps"])
 
     schedule = FAMILIES["sd1"].schedule
-    flow = ScheduleConfig(kind="flow", prediction="flow", sampler="euler_linspace")
+    flow = ScheduleConfig(kind="flow", prediction="flow", sampler="flow_euler")
     assert chosen(schedule, 50) == chosen(flow, 50) == 2
     assert chosen(schedule, 1) == chosen(flow, 1) == 1
 

@@ -27,7 +27,7 @@ def test_gradients_equal_pytorchs(tmp_path):
     unet.trainable = False
     inversion = Inversion({"text_encoder": encoder}, OPTIONS)
     rows = inversion.learnt["text_encoder"].rows
-    loss = Denoising(unet, [encoder], checkpoint.config.schedule, min_snr=None)
+    loss = Denoising(unet, [encoder], checkpoint.config, min_snr=None)
     assert [v.path for v in loss.trainable_variables] == [rows.path]
 
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(micro_folder())

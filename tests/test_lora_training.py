@@ -73,8 +73,9 @@ def test_losses_equal_pefts():
     models = {name: checkpoint.build(name) for name in ("unet", "text_encoder")}
     lora = Lora(models, LoraOptions(rank=4, alpha=2.0, conv=True), seed=0)
     recomputed(models["unet"])
-    schedule = checkpoint.config.schedule
-    loss = Adapted(Denoising(models["unet"], [models["text_encoder"]], schedule, None), lora)
+    loss = Adapted(
+        Denoising(models["unet"], [models["text_encoder"]], checkpoint.config, None), lora
+    )
     assert [v.path for v in loss.trainable_variables] == [v.path for v in lora.variables]
     optimizer = optimizer_for(SETTINGS, loss.trainable_variables)
     update = compiled_step(loss, optimizer, None, SETTINGS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sd_tf.config import SAMPLERS, ConfigError, SamplerSpec
-from sd_tf.config.families import SD_SCHEDULE
+from sd_tf.config.families import SD3_SCHEDULE, SD_SCHEDULE
 from sd_tf.sampling import rows, tables
 from sd_tf.sampling.methods import METHODS
 from sd_tf.sampling.schedules import abar
@@ -29,7 +29,7 @@ DIFFUSERS = {
     "lms": (diffusers.LMSDiscreteScheduler, {}),
     "lcm": (diffusers.LCMScheduler, {}),
 }
-SHARED = [name for name, spec in SAMPLERS.items() if spec.method in DIFFUSERS]
+SHARED = [name for name in SD_SCHEDULE.samplers if SAMPLERS[name].method in DIFFUSERS]
 PREDICTIONS = ("epsilon", "v_prediction")
 STEP_COUNTS = (1, 2, 3, 4, 5, 10, 20, 25, 30, 45, 50, 100)
 # np.arange(1000, 0, -1000 / N) has N + 1 elements here, the last of them rounding to timestep -1.
@@ -115,6 +115,7 @@ UNNAMED = [
     for method, rule in METHODS.items()
     if method in DIFFUSERS
     for spacing in rule.spacings
+    if spacing != "flow"
     for karras in (False, True)[: 1 + rule.karras]
     if SamplerSpec(method, spacing, karras) not in SAMPLERS.values()
 ]
@@ -323,8 +324,9 @@ def test_pndm_visits_its_second_timestep_twice():
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_tables_are_finite_float64_of_one_shape(name):
+    schedule = SD3_SCHEDULE if SAMPLERS[name].is_flow else SD_SCHEDULE
     for num_steps in (1, 2, 3, 7, 50):
-        steps = tables.steps(SD_SCHEDULE, name, num_steps)
+        steps = tables.steps(schedule, name, num_steps)
         assert steps.rows.shape == (steps.calls, rows.VARIANTS, len(rows.COLUMNS))
         assert steps.rows.dtype == np.float64 and np.isfinite(steps.rows).all()
         assert steps.signal.shape == steps.sigma.shape == (steps.calls,)
@@ -364,7 +366,7 @@ def test_errors_state_the_rule_and_what_came():
         (
             SamplerSpec("dpmpp_2m", "leading"),
             r"^The scheduler 'wrong' cannot be used: the method dpmpp_2m honours the spacing "
-            r"linspace, not leading\. Choose another\.$",
+            r"linspace or flow, not leading\. Choose another\.$",
         ),
         (SamplerSpec("pndm", "trailing"), r"the method pndm honours the spacing leading, not tra"),
         (SamplerSpec("euler", karras=True), r"the method euler does not honour Karras\."),

@@ -49,7 +49,7 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines, prediction):
     checkpoint = open_checkpoint(folder)
     schedule = replace(checkpoint.config.schedule, prediction=prediction)
     unet, encoder = checkpoint.build("unet"), checkpoint.build("text_encoder")
-    loss = Denoising(unet, [encoder], schedule, min_snr=None)
+    loss = Denoising(unet, [encoder], replace(checkpoint.config, schedule=schedule), min_snr=None)
     batch = micro.latent_batch(checkpoint.config, size=3)
     gradients, value = micro.gradients_of(loss, batch)
 
@@ -91,7 +91,8 @@ def test_min_snr_weights(small_pipelines, prediction):
     pipeline, _ = small_pipelines("sd1")
     snr = compute_snr(pipeline.scheduler, torch.arange(1000)).numpy()
     schedule = replace(FAMILIES["sd1"].schedule, prediction=prediction)
-    weight = Denoising(micro.build("unet"), [micro.build("text_encoder")], schedule).weight
+    config = replace(micro.CONFIG, schedule=schedule)
+    weight = Denoising(micro.build("unet"), [micro.build("text_encoder")], config).weight
     divisor = snr + 1 if prediction == "v_prediction" else snr
     np.testing.assert_allclose(weight, np.minimum(snr, 5.0) / divisor, rtol=1e-3)
     np.testing.assert_allclose(abar(schedule), pipeline.scheduler.alphas_cumprod, rtol=1e-5)

@@ -225,7 +225,7 @@ def test_text_to_image_on_several_hosts(tmp_path):
         return {name: np.concatenate([value, other[name]]) for name, value in one.items()}
 
     text_encoder = freeze(checkpoint.build("text_encoder"))
-    loss = Denoising(unet, [text_encoder], config.schedule)
+    loss = Denoising(unet, [text_encoder], config)
     Run(loss, batches, settings, tmp_path / "one", lambda text: None).train()
     before = checkpoint.tensors("unet")
     found = open_checkpoint(both / "checkpoint").tensors("unet")

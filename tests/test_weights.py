@@ -210,8 +210,8 @@ def test_schedulers(folder):
             r"UniPC.* with timestep_spacing='trailing' and use_karras_sigmas=False is not sup",
         ),
         (
-            diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-            r"use_dynamic_shifting=True is not supported; supported: False",
+            diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+            r"stochastic_sampling=True is not supported; supported: False",
         ),
         (
             diffusers.DDIMScheduler(**common, prediction_type="sample", clip_sample=False),

@@ -54,7 +54,7 @@ def test_losses_equal_pytorchs():
     unet, *encoders = models.values()
     for encoder in encoders:
         freeze_unused(encoder)
-    loss = Denoising(unet, encoders, checkpoint.config.schedule, min_snr=None)
+    loss = Denoising(unet, encoders, checkpoint.config, min_snr=None)
     optimizer = optimizer_for(SETTINGS, loss.trainable_variables)
     update = compiled_step(loss, optimizer, None, SETTINGS)
     latents = np.random.default_rng(0).standard_normal((6, 8, 8, 4), "float32")
@@ -109,7 +109,7 @@ def test_a_dropped_caption_is_zeros():
     batch = make(0)
     assert set(batch["has_text"]) == {0.0, 1.0}
     encoders = [checkpoint.build(name) for name in checkpoint.config.text_encoders]
-    loss = Denoising(checkpoint.build("unet"), encoders, checkpoint.config.schedule)
+    loss = Denoising(checkpoint.build("unet"), encoders, checkpoint.config)
     told = {name: np.array(value) for name, value in loss.conditions(batch).items()}
     assert told.keys() == {"context", "pooled", "time_ids"}
     for has_text, context, pooled in zip(

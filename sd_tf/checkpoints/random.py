@@ -10,7 +10,7 @@ from sd_tf.checkpoints.words import words_tokenizer
 from sd_tf.config import PipelineConfig, T5EncoderConfig, TextConfig
 from sd_tf.files.tensors import StoredTensor, numpy_dtype
 from sd_tf.tokenizer.clip import ClipTokenizer
-from sd_tf.tokenizer.t5 import T5Tokenizer
+from sd_tf.tokenizer.open import Tokenizer
 from sd_tf.weights import layout, write_folder
 
 SHARD_BYTES = 5 * 10**9
@@ -39,7 +39,7 @@ def make_random(
     write_folder(folder, config, tensors, tokenizers, shard_bytes)
 
 
-def _tokenizer(config: TextConfig) -> ClipTokenizer | T5Tokenizer:
+def _tokenizer(config: TextConfig) -> Tokenizer:
     if isinstance(config, T5EncoderConfig):
         return words_tokenizer(config.vocab_size, config.max_length)
     return ClipTokenizer.clip(config.pad_token_id)

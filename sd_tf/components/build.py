@@ -34,8 +34,8 @@ OF_DECODER, OF_ENCODER = ("decoder.", "post_quant_conv."), ("encoder.", "quant_c
 
 # The denoiser's layers that have places for adapters, by the option's value.
 IN_DENOISER = {
-    "attention": lambda path: ".attn1." in path or ".attn2." in path,
-    "transformer": lambda path: ".attentions." in path,
+    "attention": lambda path: any(part in path for part in (".attn.", ".attn1.", ".attn2.")),
+    "transformer": lambda path: ".attentions." in path or "transformer_blocks." in path,
     "all": lambda path: True,
 }
 

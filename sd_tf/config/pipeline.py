@@ -85,6 +85,7 @@ class PipelineConfig:
             raise ConfigError(
                 f"Unknown scheduler {self.schedule.sampler!r}. Known: {', '.join(SAMPLERS)}."
             )
+        self.schedule.check_kind_of(self.schedule.sampler)
         return self
 
 

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
+from sd_tf.config.errors import ConfigError
+
 SCALED_LINEAR = "scaled_linear"
 
 
@@ -16,6 +18,10 @@ class SamplerSpec:
     method: str
     spacing: str = "leading"  # leading | linspace | trailing; flow: the schedule's own
     karras: bool = False
+
+    @property
+    def is_flow(self) -> bool:
+        return self.spacing == "flow"
 
 
 SAMPLERS = {
@@ -53,6 +59,13 @@ class DynamicShift:
     max_patches: int = 4096
     exponential: bool = True  # the shift is e to the interpolated number, not the number itself
 
+    def __post_init__(self):
+        if not self.base_patches < self.max_patches:
+            raise ConfigError(
+                f"A dynamic shift needs base_patches below max_patches. Received: "
+                f"{self.base_patches} and {self.max_patches}"
+            )
+
     def at(self, patches: int) -> float:
         """Return the shift for a picture of so many patches."""
         slope = (self.max_shift - self.base_shift) / (self.max_patches - self.base_patches)
@@ -80,14 +93,38 @@ class ScheduleConfig:
     shift: float = 1.0  # how much longer the walk stays at high noise
     spacing: str = "linspace"  # of the steps: linspace, as in SD3 | trailing, as in Flux
     dynamic_shift: DynamicShift | None = None  # in place of the one `shift` for all sizes
+    patches: int | None = None  # of the pictures for which `dynamic_shift` is evaluated
     shift_terminal: float | None = None  # the last level's noise, to which all are stretched
 
     @property
     def is_flow(self) -> bool:
         return self.kind == "flow"
 
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """The names of the samplers that walk this kind of schedule."""
+        return tuple(name for name, spec in SAMPLERS.items() if spec.is_flow == self.is_flow)
+
+    def check_kind_of(self, sampler: str) -> None:
+        """Raise ConfigError if a sampler is for the other kind of schedule."""
+        if sampler not in self.samplers:
+            raise ConfigError(
+                f"The scheduler of a {self.kind} schedule is one of {', '.join(self.samplers)}. "
+                f"Received: {sampler!r}"
+            )
+
     def for_patches(self, patches: int) -> "ScheduleConfig":
-        """Return the schedule for pictures of one size."""
+        """Return the schedule for pictures of one size, whose `shift_here` is known."""
+        return self if self.dynamic_shift is None else replace(self, patches=patches)
+
+    @property
+    def shift_here(self) -> float:
+        """The shift for the pictures' size; ConfigError where it depends on a size not given."""
         if self.dynamic_shift is None:
-            return self
-        return replace(self, shift=self.dynamic_shift.at(patches))
+            return self.shift
+        if self.patches is None:
+            raise ConfigError(
+                "The shift of this schedule depends on the pictures' size. Choose the size first, "
+                "with schedule.for_patches(patches)"
+            )
+        return self.dynamic_shift.at(self.patches)

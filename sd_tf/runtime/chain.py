@@ -34,7 +34,7 @@ from sd_tf.runtime.request import Request, read_request
 from sd_tf.runtime.runner import Callback, Runner, Watch
 from sd_tf.runtime.shapes import Shape
 from sd_tf.runtime.text_inputs import text_inputs
-from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer.open import Tokenizer, open_tokenizer
 
 NEEDED = ("text_encoder", "diffusion_model", "decoder")
 
@@ -213,7 +213,7 @@ def _add(total: dict[str, float], seconds: dict[str, float]) -> None:
         total[name] = total.get(name, 0.0) + value
 
 
-def open_export(folder: Path) -> tuple[Manifest, dict[str, ClipTokenizer]]:
+def open_export(folder: Path) -> tuple[Manifest, dict[str, Tokenizer]]:
     """Read an export's manifest and tokenizers; runners load its models."""
     manifest = Manifest.read(folder)
     if missing := [name for name in NEEDED if name not in manifest.components]:
@@ -222,7 +222,6 @@ def open_export(folder: Path) -> tuple[Manifest, dict[str, ClipTokenizer]]:
             f"components: {', '.join(missing)}."
         )
     tokenizers = {
-        name: ClipTokenizer.from_folder(folder / place)
-        for name, place in manifest.tokenizers.items()
+        name: open_tokenizer(folder / place) for name, place in manifest.tokenizers.items()
     }
     return manifest, tokenizers

@@ -39,23 +39,22 @@ PLMS_WEIGHTS = (  # by k; zeros stand at the restart's place in the history
 
 @dataclass(frozen=True)
 class Method:
-    """An update rule, and which schedules and grids it honours."""
+    """An update rule, and which grids it honours; the spacing "flow" is flow matching's."""
 
     table: Callable[[ScheduleConfig, SamplerSpec, int], Steps]
     spacings: tuple[str, ...]
     karras: bool
-    kinds: tuple[str, ...]  # of schedules
     calls_per_step: int  # of the model; image-to-image skips so many rows for each step left out
 
 
 METHODS: dict[str, Method] = {}
 
 
-def method(name, *, spacings, karras=False, kinds=("beta",), calls_per_step=1):
+def method(name, *, spacings, karras=False, calls_per_step=1):
     """Enter the decorated table function into METHODS, with what it honours."""
 
     def enter(table):
-        METHODS[name] = Method(table, spacings, karras, kinds, calls_per_step)
+        METHODS[name] = Method(table, spacings, karras, calls_per_step)
         return table
 
     return enter
@@ -167,7 +166,7 @@ def _line_steps(spec, line: Line, rows) -> Steps:
     return Steps(rows, float(initial_scale), signal, noise)
 
 
-@method("euler", spacings=("leading", "linspace", "trailing"), kinds=("beta", "flow"))
+@method("euler", spacings=("leading", "linspace", "trailing", "flow"))
 def euler(schedule, spec, num_steps) -> Steps:
     """Euler's method (Karras et al. 2022, algorithm 1, with Euler steps only)."""
     line = straight_line(schedule, spec, num_steps)
@@ -187,12 +186,7 @@ def euler_ancestral(schedule, spec, num_steps) -> Steps:
     return _line_steps(spec, line, rows)
 
 
-@method(
-    "heun",
-    spacings=("leading", "linspace", "trailing"),
-    kinds=("beta", "flow"),
-    calls_per_step=2,
-)
+@method("heun", spacings=("leading", "linspace", "trailing", "flow"), calls_per_step=2)
 def heun(schedule, spec, num_steps) -> Steps:
     """Heun's method (Karras et al. 2022, algorithm 1): repeat Euler's step with the mean slope.
 
@@ -217,7 +211,7 @@ def heun(schedule, spec, num_steps) -> Steps:
     return _line_steps(spec, twice, rows)
 
 
-@method("lms", spacings=("leading", "linspace", "trailing"), kinds=("beta", "flow"))
+@method("lms", spacings=("leading", "linspace", "trailing"))
 def lms(schedule, spec, num_steps) -> Steps:
     """Adams-Bashforth on uneven σ, as in k-diffusion.
 
@@ -265,7 +259,7 @@ def _second_order(gain, log_snr):
     return b, h
 
 
-@method("dpmpp_2m", spacings=("linspace",), karras=True, kinds=("beta", "flow"))
+@method("dpmpp_2m", spacings=("linspace", "flow"), karras=True)
 def dpmpp_2m(schedule, spec, num_steps) -> Steps:
     """DPM-Solver++(2M), midpoint (Lu et al. 2022, algorithm 2)."""
     t, level = solver_grid(schedule, spec, num_steps)
@@ -276,7 +270,7 @@ def dpmpp_2m(schedule, spec, num_steps) -> Steps:
     return Steps(rows, 1.0, *level)
 
 
-@method("dpmpp_2m_sde", spacings=("linspace",), karras=True, kinds=("beta", "flow"))
+@method("dpmpp_2m_sde", spacings=("linspace",), karras=True)
 def dpmpp_2m_sde(schedule, spec, num_steps) -> Steps:
     """SDE-DPM-Solver++(2M), midpoint (Lu et al. 2022, section 5): each step adds noise."""
     t, level = solver_grid(schedule, spec, num_steps)
@@ -289,7 +283,7 @@ def dpmpp_2m_sde(schedule, spec, num_steps) -> Steps:
     return Steps(rows, 1.0, *level)
 
 
-@method("unipc", spacings=("linspace",), karras=True, kinds=("beta", "flow"))
+@method("unipc", spacings=("linspace",), karras=True)
 def unipc(schedule, spec, num_steps) -> Steps:
     """UniPC with B2(h) and order 2 (Zhao et al. 2023, algorithms 7 and 8).
 

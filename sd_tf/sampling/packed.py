@@ -33,9 +33,13 @@ class Packed:
         return {name: self.calls[number].tolist() for name, number in self.numbers.items()}
 
 
-@functools.lru_cache(maxsize=8)  # an export asks for the same tables several times
+@functools.lru_cache(maxsize=8)  # an export asks several times for the tables of each size
 def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
-    """Make the tables of every sampler that can walk the schedule, for 1…max_steps steps."""
+    """Make the tables of every sampler that can walk the schedule, for 1…max_steps steps.
+
+    Where the shift depends on the pictures' size, the schedule is one size's (`for_patches`); all
+    sizes have the same runs, only their rows differ.
+    """
     check_sampler(schedule, schedule.sampler)
     rows, starts, calls, scales, signals, sigmas = [], [], [], [], [], []
     offset = 0

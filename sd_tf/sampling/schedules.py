@@ -5,7 +5,6 @@ pair is (√ᾱ, √(1-ᾱ)), for flow matching (1-σ, σ). Samplers compute the
 they need not know which kind of schedule they walk.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,19 +29,8 @@ class Level(NamedTuple):
             return np.log(self.signal) - np.log(self.noise)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The predictions and spacings that a kind of schedule allows."""
-
-    predictions: tuple[str, ...]
-    spacings: tuple[str, ...]
-    karras: bool
-
-
-KINDS = {
-    "beta": Kind(("epsilon", "v_prediction"), ("leading", "linspace", "trailing"), karras=True),
-    "flow": Kind(("flow",), ("linspace", "trailing"), karras=False),
-}
+# Kind of schedule → the predictions that go with it.
+KINDS = {"beta": ("epsilon", "v_prediction"), "flow": ("flow",)}
 
 
 def lookup(table, what: str, name: str):
@@ -86,7 +74,7 @@ def abar(schedule: ScheduleConfig) -> np.ndarray:
     Rounded to float32 where diffusers rounds: σ(0) is 1e-5 off without, and the whole timesteps
     of the Karras grid then fall to the other side for one step count in four.
     """
-    if schedule.kind != "beta":
+    if schedule.is_flow:
         raise ConfigError(f"Only a beta schedule has ᾱ. Received: a {schedule.kind} schedule")
     power = lookup(BETA_POWERS, "beta_schedule", schedule.beta_schedule)
     ends = schedule.beta_start ** (1 / power), schedule.beta_end ** (1 / power)
@@ -145,20 +133,35 @@ SPACINGS = {"leading": leading, "linspace": linspace, "trailing": trailing}
 
 def _shifted(schedule: ScheduleConfig, sigma):
     """Shift σ to keep the signal-to-noise ratio of larger pictures (Esser et al. 2024, eq. 23)."""
-    return schedule.shift * sigma / (1.0 + (schedule.shift - 1.0) * sigma)
+    scaled = schedule.shift_here * sigma
+    return scaled / (scaled + (1.0 - sigma))  # exactly 1 where σ is
 
 
-def _flow_linspace(schedule, num_steps):
-    """Space σ evenly and shift it; the end is shifted once more beforehand, as in diffusers."""
-    lowest = _shifted(schedule, 1.0 / schedule.num_train_timesteps)
-    return _shifted(schedule, np.linspace(1.0, lowest, num_steps))
+def _linspace_end(schedule, num_steps):
+    """Return the σ of the last training timestep, from which diffusers' schedulers space.
+
+    A shift that all sizes share has already shifted it, and shifts it again with the others.
+    """
+    lowest = 1.0 / schedule.num_train_timesteps
+    return _shifted(schedule, lowest) if schedule.dynamic_shift is None else lowest
 
 
-def _flow_trailing(schedule, num_steps):
-    return _shifted(schedule, np.linspace(1.0, 1.0 / num_steps, num_steps))
+# Spacing → the last σ before the shift; those before it are evenly spaced.
+FLOW_ENDS = {"linspace": _linspace_end, "trailing": lambda schedule, num_steps: 1.0 / num_steps}
 
 
-FLOW_SPACINGS = {"linspace": _flow_linspace, "trailing": _flow_trailing}
+def flow_sigmas(schedule: ScheduleConfig, num_steps: int) -> np.ndarray:
+    """Return σ of every step: spaced, shifted, and stretched to end at `shift_terminal`."""
+    end = FLOW_ENDS[schedule.spacing](schedule, num_steps)
+    sigma = _shifted(schedule, np.linspace(1.0, end, num_steps))
+    if schedule.shift_terminal is None:
+        return sigma
+    if num_steps == 1:
+        raise ConfigError(
+            "A schedule with shift_terminal takes at least 2 steps: the first is at full noise and "
+            "the last at shift_terminal. Received: num_steps=1"
+        )
+    return 1.0 - (1.0 - sigma) * ((1.0 - schedule.shift_terminal) / (1.0 - sigma[-1]))
 
 
 # Grids: the timesteps that a walk visits, and their levels
@@ -173,22 +176,25 @@ class Grid(NamedTuple):
 
 def spaced_grid(schedule: ScheduleConfig, spec: SamplerSpec, num_steps: int) -> Grid:
     """Space timesteps as the sampler wants; levels between two of them are interpolated."""
-    if schedule.kind == "flow":
-        return _flow_grid(schedule, spec, num_steps)
+    if schedule.is_flow:
+        return _flow_grid(schedule, num_steps)
     return _beta_grid(schedule, SPACINGS[spec.spacing](schedule, num_steps))
 
 
 def solver_grid(schedule: ScheduleConfig, spec: SamplerSpec, num_steps: int) -> Grid:
-    """Return the grid of DPM-Solver and UniPC, which ask the model at whole timesteps only."""
-    if schedule.kind == "flow":
-        return _flow_grid(schedule, spec, num_steps)
+    """Return the grid of DPM-Solver and UniPC.
+
+    They ask a model of a β schedule at whole timesteps only.
+    """
+    if schedule.is_flow:
+        return _flow_grid(schedule, num_steps)
     if spec.karras:
         return _karras_grid(schedule, num_steps)
     return _beta_grid(schedule, linspace(schedule, num_steps + 1)[:-1].round())
 
 
-def _flow_grid(schedule, spec, num_steps) -> Grid:
-    sigma = FLOW_SPACINGS[spec.spacing](schedule, num_steps)
+def _flow_grid(schedule, num_steps) -> Grid:
+    sigma = flow_sigmas(schedule, num_steps)
     return Grid(sigma * schedule.num_train_timesteps, Level(1.0 - sigma, sigma))
 
 
@@ -222,7 +228,7 @@ def straight_line(schedule: ScheduleConfig, spec: SamplerSpec, num_steps: int) -
     schedule are divided by their signal, x = x0 + σ ε, so it is ε (Karras et al. 2022).
     """
     t, level = spaced_grid(schedule, spec, num_steps)
-    if schedule.kind == "flow":
+    if schedule.is_flow:
         return Line(t, level, 1.0, convert(schedule.prediction, level, epsilon=1.0, x0=-1.0))
     slope = convert(schedule.prediction, level, epsilon=1.0, input_scale=level.signal)
     scaled = Level(np.ones(len(t)), level.noise / level.signal)

@@ -3,7 +3,7 @@
 from sd_tf.config import SAMPLERS, ConfigError, ScheduleConfig
 from sd_tf.sampling.methods import METHODS
 from sd_tf.sampling.rows import Steps
-from sd_tf.sampling.schedules import KINDS, lookup
+from sd_tf.sampling.schedules import FLOW_ENDS, KINDS, lookup
 
 
 def steps(schedule: ScheduleConfig, sampler: str, num_steps: int) -> Steps:
@@ -22,37 +22,51 @@ def check_sampler(schedule: ScheduleConfig, sampler: str) -> None:
     """Raise ConfigError if the sampler asks for what its method or the schedule does not honour."""
     spec = lookup(SAMPLERS, "scheduler", sampler)
     rule = lookup(METHODS, "method", spec.method)
-    kind = lookup(KINDS, "kind of schedule", schedule.kind)
-    if schedule.prediction not in kind.predictions:
+    predictions = lookup(KINDS, "kind of schedule", schedule.kind)
+    if schedule.prediction not in predictions:
         raise ConfigError(
             f"A {schedule.kind} schedule goes with the prediction "
-            f"{' or '.join(kind.predictions)}. Received: {schedule.prediction!r}"
+            f"{' or '.join(predictions)}. Received: {schedule.prediction!r}"
         )
-    method = f"the method {spec.method}"
+    schedule.check_kind_of(sampler)
     problems = []
-    if schedule.kind not in rule.kinds:
-        problems.append(f"{method} does not honour {schedule.kind} schedules")
-    for name, honours in ((method, rule), (f"a {schedule.kind} schedule", kind)):
-        if spec.spacing not in honours.spacings:
-            known = " or ".join(honours.spacings)
-            problems.append(f"{name} honours the spacing {known}, not {spec.spacing}")
-        if spec.karras and not honours.karras:
-            problems.append(f"{name} does not honour Karras")
+    if spec.spacing not in rule.spacings:
+        known = " or ".join(rule.spacings)
+        problems.append(f"the method {spec.method} honours the spacing {known}, not {spec.spacing}")
+    if spec.karras and not rule.karras:
+        problems.append(f"the method {spec.method} does not honour Karras")
+    if spec.karras and spec.is_flow:
+        problems.append("a flow schedule does not honour Karras")
     if problems:
         raise ConfigError(
             f"The scheduler {sampler!r} cannot be used: {'; '.join(problems)}. Choose another."
         )
+    if schedule.is_flow:
+        _check_flow(schedule)
+
+
+def _check_flow(schedule: ScheduleConfig) -> None:
+    lookup(FLOW_ENDS, "spacing of a flow schedule", schedule.spacing)
+    if not schedule.shift_here > 0:
+        raise ConfigError(f"A flow's shift must be above 0. Received: {schedule.shift_here}")
+    terminal = schedule.shift_terminal
+    if terminal is not None and not 0 < terminal < 1:
+        raise ConfigError(f"shift_terminal must be above 0 and below 1. Received: {terminal}")
 
 
 def start_row(sampler: str, num_steps: int, strength: float) -> int:
-    """Return the row where image-to-image starts: `strength` of the steps are made, not more."""
+    """Return the row where image-to-image starts: `strength` of the steps are made.
+
+    As in diffusers, a fraction of a step is left out, but in flow matching it is made.
+    """
     if not 0 < strength <= 1:
         raise ConfigError(f"strength must be above 0 and at most 1. Received: {strength}")
-    remaining = int(num_steps * strength)
-    if remaining < 1:
+    spec = lookup(SAMPLERS, "scheduler", sampler)
+    made = num_steps * strength
+    skipped = min(int(num_steps - made), num_steps - 1) if spec.is_flow else num_steps - int(made)
+    if skipped == num_steps:
         raise ConfigError(
             "num_steps × strength must be at least 1, or nothing is left to denoise. "
             f"Received: num_steps={num_steps}, strength={strength}"
         )
-    spec = lookup(SAMPLERS, "scheduler", sampler)
-    return (num_steps - remaining) * METHODS[spec.method].calls_per_step
+    return skipped * METHODS[spec.method].calls_per_step

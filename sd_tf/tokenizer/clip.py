@@ -75,8 +75,12 @@ class ClipTokenizer:
         return cls(backend, backend.id_to_token(pad_token_id), max_length)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "ClipTokenizer":
-        """Read a checkpoint's own tokenizer, with the tokens that textual inversion added to it."""
+    def from_folder(cls, folder: str | Path, max_length: int | None = None) -> "ClipTokenizer":
+        """Read a checkpoint's own tokenizer, with the tokens that textual inversion added to it.
+
+        Args:
+            max_length: None: that of tokenizer_config.json, or 77 if there is none.
+        """
         folder = Path(folder)
         settings = {
             **_object_or_empty(folder / "tokenizer_config.json"),
@@ -94,9 +98,11 @@ class ClipTokenizer:
             _add_tokens(backend, folder, settings)
         pad = settings.get("pad_token") or END
         pad = pad["content"] if isinstance(pad, dict) else pad
-        # Without a limit, or with the huge number that transformers writes for none, it is 77.
-        length = settings.get("model_max_length", 77)
-        return cls(backend, pad, length if length <= 10_000 else 77)
+        if max_length is None:
+            # Transformers writes a huge number for no limit.
+            length = settings.get("model_max_length", 77)
+            max_length = length if length <= 10_000 else 77
+        return cls(backend, pad, max_length)
 
     def with_tokens(self, counts: Mapping[str, int]) -> "ClipTokenizer":
         """Return a tokenizer with further tokens, each with its number of vectors.

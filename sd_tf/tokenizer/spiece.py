@@ -46,7 +46,7 @@ def read_spiece(path: Path) -> Vocabulary:
     """
     try:
         return _vocabulary(path.read_bytes(), path)
-    except (ValueError, IndexError, struct.error) as error:
+    except (ValueError, IndexError, struct.error) as error:  # what broken bytes lead to
         raise TokenizerError(f"{path} is not a SentencePiece model: {error}.") from error
 
 
@@ -54,26 +54,32 @@ def _vocabulary(data: bytes, path: Path) -> Vocabulary:
     pieces, messages = [], {TRAINER: {}, NORMALIZER: {}}
     for number, value in fields(data):
         if number == PIECES:
-            pieces.append(_piece(dict(fields(value)), path))
+            pieces.append(_piece(dict(fields(_as(bytes, value))), path))
         elif number in messages:
-            messages[number] |= dict(fields(value))
+            messages[number] |= dict(fields(_as(bytes, value)))
     if not pieces:
         raise ValueError("it has no pieces")
     for message, settings in SETTINGS.items():
         for number, name, default, wanted in settings:
             if (found := messages[message].get(number, default)) != wanted:
                 raise TokenizerError(f"{path}: {name} must be {wanted}. Received: {found}")
-    return Vocabulary(pieces, messages[NORMALIZER].get(CHARSMAP, b""))
+    return Vocabulary(pieces, _as(bytes, messages[NORMALIZER].get(CHARSMAP, b"")))
 
 
 def _piece(piece: dict, path: Path) -> tuple[str, float]:
-    text = piece[TEXT].decode() if isinstance(piece.get(TEXT), bytes) else ""
+    text = _as(bytes, piece.get(TEXT, b"")).decode()
     if (kind := piece.get(TYPE, NORMAL)) not in (NORMAL, UNKNOWN, CONTROL):
         raise TokenizerError(
             f"{path}: a piece's type must be {NORMAL} (normal), {UNKNOWN} (unknown) or {CONTROL} "
             f"(control). Received: {kind} for {text!r}"
         )
-    return text, piece.get(SCORE, 0.0)
+    return text, _as(float, piece.get(SCORE, 0.0))
+
+
+def _as(kind: type, value: int | float | bytes):
+    if not isinstance(value, kind):
+        raise ValueError(f"a field is {type(value).__name__}, not {kind.__name__}")
+    return value
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:

@@ -19,6 +19,7 @@ from sd_tf.tokenizer.spiece import Vocabulary, read_spiece
 SPECIAL = PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"  # a vocabulary begins with them
 EXTRA_IDS = 100  # behind the pieces of a spiece.model
 SPACE = "▁"
+STRANGE = "\ue000"  # a character for private use, which no vocabulary has
 MAX_LENGTH = 512  # where a tokenizer's files set no limit
 
 
@@ -130,7 +131,10 @@ def unigram(vocabulary: Vocabulary, source: str | Path = "the vocabulary") -> To
     _check_special([piece for piece, _ in pieces], source)
     backend = Tokenizer(Unigram(pieces, unk_id=SPECIAL.index(UNKNOWN), byte_fallback=False))
     if vocabulary.charsmap:
-        backend.normalizer = normalizers.Precompiled(vocabulary.charsmap)
+        try:
+            backend.normalizer = normalizers.Precompiled(vocabulary.charsmap)
+        except Exception as error:  # the library raises nothing narrower
+            raise TokenizerError(f"The charsmap of {source} cannot be read: {error}") from error
     spaces = {"replacement": SPACE, "prepend_scheme": "always", "split": True}
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**spaces)]
@@ -145,13 +149,23 @@ def unigram(vocabulary: Vocabulary, source: str | Path = "the vocabulary") -> To
 
 
 def _check(backend: Tokenizer, source: str | Path) -> None:
-    """Refuse a tokenizer of another kind."""
+    """Refuse a tokenizer that is not T5's."""
     if not isinstance(backend.model, Unigram):
         raise TokenizerError(
             f"The model of a T5 tokenizer must be Unigram. Received: "
             f"{type(backend.model).__name__} in {source}"
         )
     _check_special([backend.id_to_token(index) for index in range(len(SPECIAL))], source)
+    try:
+        found = backend.encode(STRANGE, add_special_tokens=False).ids
+    except Exception as error:  # the library raises nothing narrower
+        found = error
+    unknown = SPECIAL.index(UNKNOWN)
+    if isinstance(found, Exception) or unknown not in found:
+        raise TokenizerError(
+            f"A T5 tokenizer must read unknown characters as {UNKNOWN}, {unknown}. Received: "
+            f"{found} in {source}"
+        )
 
 
 def _check_special(pieces: Sequence[str | None], source: str | Path) -> None:
@@ -170,4 +184,6 @@ def _length(folder: Path) -> int:
     file = folder / "tokenizer_config.json"
     settings = read_object(file, TokenizerError) if file.is_file() else {}
     length = settings.get("model_max_length", MAX_LENGTH)
+    if not isinstance(length, int | float):
+        raise TokenizerError(f"{file}: model_max_length must be a number. Received: {length!r}")
     return length if length <= 10_000 else MAX_LENGTH

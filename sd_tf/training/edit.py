@@ -262,7 +262,7 @@ def prepare(
     if settings.gradient_checkpointing:
         recomputed(unet)
     encoders = [] if has_states else [text_encoder]
-    denoising = Denoising(unet, encoders, config.schedule, min_snr=None)
+    denoising = Denoising(unet, encoders, config, min_snr=None)
     loss = Editing(denoising, None if options.precompute else vae, config.autoencoder.latent_scale)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
     trained = {"unet": unet}

@@ -144,7 +144,7 @@ def prepare(
     for encoder in encoders.values():
         encoder.trainable = options.train_text_encoder
         freeze_unused(encoder)
-    loss = Denoising(unet, encoders.values(), config.schedule, options.min_snr)
+    loss = Denoising(unet, encoders.values(), config, options.min_snr)
     lora = inversion = None
     if options.inversion is not None:
         unet.trainable = False

@@ -7,8 +7,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from sd_tf.components.conditions import reader_of
-from sd_tf.config import END_TOKEN, LatentScale, ScheduleConfig
+from sd_tf.components.conditions import Texts, conditioner_of
+from sd_tf.components.text_encoder import CLIP_TOKENS, reader_of
+from sd_tf.config import END_TOKEN, LatentScale, PipelineConfig
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import Block, ResnetBlock, dense
 from sd_tf.sampling.schedules import abar
@@ -45,12 +46,13 @@ class Denoising(Block):
         self,
         unet,
         text_encoders: Sequence[keras.layers.Layer],
-        schedule: ScheduleConfig,
+        config: PipelineConfig,
         min_snr: float | None = 5.0,
     ):
         super().__init__()
         self.unet = unet
         self.text_encoders = list(text_encoders)
+        self.config, schedule = config, config.schedule
         self.prediction = schedule.prediction
         signal = abar(schedule).astype("float64")
         snr = signal / (1.0 - signal)
@@ -94,10 +96,10 @@ class Denoising(Block):
         """Return what the denoiser is given beside latents and timesteps, by name."""
         text = {name: batch[name] for name in ("context", "pooled") if name in batch}
         if self.text_encoders:
-            contexts, pooled = reader_of(self.text_encoders)(batch["tokens"])
-            text = {"context": ops.concatenate(contexts, axis=-1)}
-            if pooled:
-                text["pooled"] = pooled[0]
+            encoders = dict(zip(self.config.text_encoders, self.text_encoders, strict=True))
+            read = reader_of(encoders, self.config)
+            texts = Texts(*read(**{CLIP_TOKENS: batch["tokens"]}))
+            text = conditioner_of(self.config).conditions(self.config, texts)
         if "has_text" in batch:
             text = {
                 name: x * ops.reshape(batch["has_text"], (-1,) + (1,) * (len(x.shape) - 1))

@@ -33,7 +33,7 @@ def compile_update(
     unet = abstract_model(config.denoiser, settings.precision)
     if settings.gradient_checkpointing:
         recomputed(unet)
-    loss = Denoising(unet, [], config.schedule, min_snr=None)
+    loss = Denoising(unet, [], config, min_snr=None)
     optimizer = optimizer_for(settings, loss.trainable_variables)
     with deferred_variables():
         optimizer.build(loss.trainable_variables)

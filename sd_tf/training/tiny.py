@@ -38,8 +38,8 @@ class Draws:
     complete: bool = False  # use captions that leave nothing out
     caption_dropout: float = 0.1
 
-    def loss(self, text_encoder, unet, schedule) -> Denoising:
-        return Denoising(unet, [text_encoder], schedule, self.min_snr)
+    def loss(self, text_encoder, unet, config) -> Denoising:
+        return Denoising(unet, [text_encoder], config, self.min_snr)
 
     def batches(self, pictures: World, latents, config, tokenize) -> LatentBatches:
         source = replace(pictures, complete=self.complete)
@@ -63,7 +63,7 @@ class Reads:
 
     settings: Settings
 
-    def loss(self, text_encoder, unet, schedule) -> Reading:
+    def loss(self, text_encoder, unet, config) -> Reading:
         return Reading(text_encoder, tuple(world.QUESTIONS.values()))
 
     def batches(self, pictures: World, latents, config, tokenize) -> ReadingBatches:
@@ -229,7 +229,7 @@ def train_denoiser(recipe, pictures: World, latents, vae, folder: Path, report):
     painter = Painter(config, models, tokenizer)
     for number, phase in enumerate(recipe.denoiser, start=1):
         stage = folder / f"denoiser-{number}"
-        loss = phase.loss(text_encoder, unet, config.schedule)
+        loss = phase.loss(text_encoder, unet, config)
         batches = phase.batches(pictures, latents, config, tokenizer)
 
         def sample(step, stage=stage):

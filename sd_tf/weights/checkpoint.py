@@ -9,12 +9,12 @@ import keras
 from sd_tf.config import PipelineConfig, T5EncoderConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer.open import Tokenizer
 from sd_tf.tokenizer.t5 import T5Tokenizer
 from sd_tf.weights import layout
 from sd_tf.weights.embeddings import Embedding
 
 TensorReader = Callable[[], dict[str, StoredTensor]]
-Tokenizer = ClipTokenizer | T5Tokenizer
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,31 @@ class Checkpoint:
     def tokenizer(self, text_encoder: str = "text_encoder") -> Tokenizer:
         """Return the checkpoint's own tokenizer, or CLIP's packaged one with the family's padding.
 
+        T5's gives the length that the text encoder's configuration says.
+
         Raises:
-            CheckpointError: the tokenizer has more tokens than the text encoder, or there is none
-                for T5, for which none is packaged.
+            CheckpointError: the tokenizer is not the text encoder's, or there is none for T5, for
+                which none is packaged.
         """
         config = self.config.text_encoders[text_encoder]
+        is_t5 = isinstance(config, T5EncoderConfig)
         if text_encoder not in self.tokenizer_readers:
-            if isinstance(config, T5EncoderConfig):
+            if is_t5:
                 raise CheckpointError(
                     f"{self.source} has no tokenizer for its {text_encoder}, a T5, and none comes "
                     f"with sd_tf. Open a diffusers folder, which has it."
                 )
             return ClipTokenizer.clip(config.pad_token_id, config.max_length)
         tokenizer = self.tokenizer_readers[text_encoder]()
+        wanted = T5Tokenizer if is_t5 else ClipTokenizer
+        if not isinstance(tokenizer, wanted):
+            raise CheckpointError(
+                f"The tokenizer of {self.source} for its {text_encoder} must be a "
+                f"{wanted.__name__}. Received: a {type(tokenizer).__name__}"
+            )
         if tokenizer.vocab_size > config.vocab_size:
             raise CheckpointError(
                 f"The tokenizer of {self.source} has {tokenizer.vocab_size} tokens, but its "
                 f"{text_encoder} has embeddings for {config.vocab_size} only."
             )
-        return tokenizer
+        return tokenizer.with_length(config.max_length) if is_t5 else tokenizer

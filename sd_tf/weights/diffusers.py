@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sd_tf.config import PipelineConfig, T5EncoderConfig, TextConfig, latent_inputs_of
+from sd_tf.config import PipelineConfig, T5EncoderConfig, TextEncoderConfig, latent_inputs_of
 from sd_tf.errors import SdTfError
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import (
@@ -22,7 +22,7 @@ from sd_tf.files.tensors import (
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.tokenizer.t5 import T5Tokenizer
 from sd_tf.weights import diffusers_config, diffusers_transformers
-from sd_tf.weights.checkpoint import Checkpoint, Tokenizer
+from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     T5,
@@ -36,6 +36,7 @@ from sd_tf.weights.diffusers_schedule import read_schedule
 from sd_tf.weights.t5 import t5_names
 from sd_tf.weights.texts import check_length
 
+TOKENIZERS = {TextEncoderConfig: ClipTokenizer, T5EncoderConfig: T5Tokenizer}
 OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
@@ -61,18 +62,12 @@ def open_folder(
     }
     named = components_of(index)
     tokenizers = {
-        encoder: partial(_read_tokenizer, folder / tokenizer, part)
+        encoder: partial(TOKENIZERS[type(part)].from_folder, folder / tokenizer)
         for encoder, part in config.text_encoders.items()
         if (tokenizer := tokenizer_of(encoder)) in named or (folder / tokenizer).is_dir()
     }
     name = folder.resolve().name
     return Checkpoint(name, str(folder), "diffusers folder", config, readers, tokenizers)
-
-
-def _read_tokenizer(folder: Path, part: TextConfig) -> Tokenizer:
-    if isinstance(part, T5EncoderConfig):
-        return T5Tokenizer.from_folder(folder, part.max_length)
-    return ClipTokenizer.from_folder(folder)
 
 
 def read_config(
@@ -116,7 +111,13 @@ def read_config(
         [name] = kind.components["transformer"]
         denoiser = read(diffusers_transformers.READERS[name], "transformer")
     vae = read(diffusers_config.read_vae, "vae", of_transformer="transformer" in components)
-    schedule = read(read_schedule, "scheduler", scheduler, file="scheduler_config.json")
+    schedule = read(
+        read_schedule,
+        "scheduler",
+        scheduler,
+        file="scheduler_config.json",
+        flow_spacing=kind.flow_spacing,
+    )
     is_left_out = kind.left_out is not None and kind.left_out not in components
     with _understood(folder):
         return PipelineConfig(

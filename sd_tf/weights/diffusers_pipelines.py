@@ -30,7 +30,7 @@ class Pipelines:
     pools_unprojected: bool = False  # CLIP's pooled output has no projection
     left_out: str | None = None  # the text encoder in place of which zeros may stand
     t5_length: int | None = None  # tokens of a prompt for T5, if a call does not say
-    flow_spacing: str | None = None  # of the steps, for flow matching
+    flow_spacing: str = "linspace"  # of the steps, for flow matching
 
     @property
     def text_encoders(self) -> list[str]:
@@ -88,7 +88,6 @@ SD3 = Pipelines(
     penultimate=True,
     left_out=LEFT_OUT,
     t5_length=256,
-    flow_spacing="linspace",
 )
 FLUX = Pipelines(
     names=("FluxPipeline", "FluxImg2ImgPipeline"),

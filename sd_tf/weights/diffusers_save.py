@@ -18,8 +18,8 @@ from sd_tf.config import (
 )
 from sd_tf.files.stream import write_safetensors
 from sd_tf.files.tensors import CheckpointError, StoredTensor
+from sd_tf.tokenizer.open import Tokenizer
 from sd_tf.weights import diffusers_config, diffusers_transformers, layout
-from sd_tf.weights.checkpoint import Tokenizer
 from sd_tf.weights.diffusers import weights_stem
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,

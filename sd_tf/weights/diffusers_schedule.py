@@ -1,10 +1,10 @@
 """The scheduler_config.json of a diffusers folder ↔ `ScheduleConfig`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sd_tf.config import SAMPLERS, ConfigError, SamplerSpec, ScheduleConfig
+from sd_tf.config import SAMPLERS, ConfigError, DynamicShift, SamplerSpec, ScheduleConfig
 from sd_tf.weights.diffusers_config import Fields
 
 BETAS = (0.0001, 0.02, "linear")  # most classes' defaults: start, end, schedule
@@ -16,13 +16,17 @@ class Peer:
 
     class_name: str
     method: str
-    kind: str = "beta"  # of schedule
-    spacing: str = "linspace"  # the class's default
+    spacing: str = "linspace"  # the class's default; flow: of a flow schedule
     betas: tuple[float, float, str] = BETAS
     set_alpha_to_one: bool | None = None  # the class's default; None: it has no such field
-    karras: bool = False  # whether it has the field use_karras_sigmas
+    karras: bool = False  # whether it has the field use_karras_sigmas, and we compute it
+    fixed_shift: bool = True  # whether a flow has one shift for all sizes, and no shift_terminal
     # Field → the class's default, and the value that we compute.
     required: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def is_flow(self) -> bool:
+        return self.spacing == "flow"
 
     def matches(self, raw: Mapping) -> int:
         """Count the required fields of which a file has the value that we compute."""
@@ -120,18 +124,20 @@ PEERS = (
     Peer(
         "FlowMatchEulerDiscreteScheduler",
         "euler",
-        kind="flow",
-        karras=True,
-        required=_unchanged(
-            use_dynamic_shifting=False,
-            invert_sigmas=False,
-            shift_terminal=None,
-            stochastic_sampling=False,
-        ),
+        spacing="flow",
+        fixed_shift=False,
+        required=_unchanged(use_karras_sigmas=False, stochastic_sampling=False),
     ),
-    Peer("FlowMatchHeunDiscreteScheduler", "heun", kind="flow"),
+    Peer("FlowMatchHeunDiscreteScheduler", "heun", spacing="flow"),
 )
 KERASCV_AS_DIFFUSERS = {"kerascv": "ddim", "kerascv-2022": "ddim"}
+DYNAMIC_SHIFT = {  # field → ours
+    "base_shift": "base_shift",
+    "max_shift": "max_shift",
+    "base_image_seq_len": "base_patches",
+    "max_image_seq_len": "max_patches",
+}
+TIME_SHIFTS = {"exponential": True, "linear": False}
 
 # Fields that only another sampler reads, or that qualify a switch which is off.
 HARMLESS = """
@@ -143,21 +149,29 @@ HARMLESS = """
 """.split()
 
 
-def read_schedule(raw, where: str, sampler: str | None = None) -> ScheduleConfig:
+def read_schedule(
+    raw, where: str, sampler: str | None = None, *, flow_spacing: str = "linspace"
+) -> ScheduleConfig:
     """Read a scheduler's file.
 
-    `sampler` replaces the file's own choice, and with it the fields that only that one reads.
+    Args:
+        sampler: replaces the file's own choice, and with it the fields that only that one reads.
+        flow_spacing: `ScheduleConfig.spacing` of flow matching, which depends on the pipeline's
+            class and is not in the file: "trailing" for Flux, "linspace" for SD3.
     """
     fields, class_name = Fields(raw, where), raw.get("_class_name")
     peers = [peer for peer in PEERS if peer.class_name == class_name]
     if sampler is None and not peers:
         known = ", ".join(dict.fromkeys(peer.class_name for peer in PEERS))
         raise ConfigError(
-            f"{where}: the scheduler {class_name!r} is unknown; known: {known}. {_choose_another()}"
+            f"{where}: the scheduler {class_name!r} is unknown; known: {known}. "
+            f"{_choose_another(SAMPLERS)}"
         )
     is_flow = str(class_name).startswith("FlowMatch")
-    betas = peers[0].betas if peers else BETAS
-    schedule = _read_flow(fields) if is_flow else _read_betas(fields, betas)
+    if is_flow:
+        schedule = _read_flow(fields, bool(peers) and peers[0].fixed_shift, flow_spacing)
+    else:
+        schedule = _read_betas(fields, peers[0].betas if peers else BETAS)
     if sampler is not None:
         names = () if is_flow else ("steps_offset", "set_alpha_to_one")
         kept = {name: fields.take(name, getattr(schedule, name)) for name in names}
@@ -168,32 +182,35 @@ def read_schedule(raw, where: str, sampler: str | None = None) -> ScheduleConfig
         fields.require(name, ours, default=default)
     for name in ("use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas"):
         fields.require(name, False, None, default=False)
-    spec = SamplerSpec(
-        peer.method,
-        fields.take("timestep_spacing", peer.spacing),
-        bool(fields.take("use_karras_sigmas", False)),
-    )
-    schedule = replace(schedule, sampler=_name_of(spec, where, class_name))
-    if not is_flow:
+    if is_flow:
+        spec = SamplerSpec(peer.method, peer.spacing)
+    else:
+        spec = SamplerSpec(
+            peer.method,
+            fields.take("timestep_spacing", peer.spacing),
+            bool(fields.take("use_karras_sigmas", False)),
+        )
         schedule = replace(
             schedule,
             steps_offset=fields.take("steps_offset", 0),
             set_alpha_to_one=fields.take("set_alpha_to_one", bool(peer.set_alpha_to_one)),
         )
+    schedule = replace(schedule, sampler=_name_of(spec, schedule, where, class_name))
     fields.finish(HARMLESS)
     return schedule
 
 
-def _choose_another() -> str:
-    return f"Choose another for this checkpoint with scheduler=..., one of {', '.join(SAMPLERS)}."
+def _choose_another(samplers: Iterable[str]) -> str:
+    return f"Choose another for this checkpoint with scheduler=..., one of {', '.join(samplers)}."
 
 
-def _name_of(spec: SamplerSpec, where: str, class_name: str) -> str:
+def _name_of(spec: SamplerSpec, schedule: ScheduleConfig, where: str, class_name: str) -> str:
     names = {spec: name for name, spec in SAMPLERS.items()}
     if spec not in names:
         raise ConfigError(
             f"{where}: {class_name} with timestep_spacing={spec.spacing!r} and "
-            f"use_karras_sigmas={spec.karras} is not supported. {_choose_another()}"
+            f"use_karras_sigmas={spec.karras} is not supported. "
+            f"{_choose_another(schedule.samplers)}"
         )
     return names[spec]
 
@@ -219,28 +236,49 @@ def _read_betas(fields: Fields, defaults) -> ScheduleConfig:
     return schedule
 
 
-def _read_flow(fields: Fields) -> ScheduleConfig:
+def _read_flow(fields: Fields, fixed_shift: bool, spacing: str) -> ScheduleConfig:
+    fields.require("invert_sigmas", False, None, default=False)
+    dynamic_shift = shift_terminal = None
+    if fixed_shift:  # a class that would not read these fields
+        fields.require("use_dynamic_shifting", False, None, default=False)
+        fields.require("shift_terminal", None, default=None)
+    else:
+        if fields.take("use_dynamic_shifting", False):
+            dynamic_shift = _read_dynamic_shift(fields)
+        shift_terminal = fields.take("shift_terminal", None)
     return ScheduleConfig(
         num_train_timesteps=fields.take("num_train_timesteps", 1000),
         kind="flow",
         prediction="flow",
         shift=fields.take("shift", 1.0),
+        spacing=spacing,
+        dynamic_shift=dynamic_shift,
+        shift_terminal=None if shift_terminal == 0 else shift_terminal,  # diffusers has 0 for none
     )
+
+
+def _read_dynamic_shift(fields: Fields) -> DynamicShift:
+    default = DynamicShift()
+    numbers = {
+        ours: fields.take(theirs, getattr(default, ours)) for theirs, ours in DYNAMIC_SHIFT.items()
+    }
+    exponential = fields.choose("time_shift_type", TIME_SHIFTS, "exponential")
+    return DynamicShift(**numbers, exponential=exponential)
 
 
 def write_schedule(config: ScheduleConfig) -> dict:
     """Return the content of the file that `read_schedule` reads back."""
     spec = SAMPLERS[KERASCV_AS_DIFFUSERS.get(config.sampler, config.sampler)]
-    peers = {(peer.method, peer.kind): peer for peer in PEERS}
-    peer = peers.get((spec.method, config.kind))
-    if peer is None or (config.kind == "flow" and spec.spacing != peer.spacing):
+    peers = {(peer.method, peer.is_flow): peer for peer in PEERS}
+    peer = peers.get((spec.method, spec.is_flow))
+    if peer is None or peer.is_flow != config.is_flow:
         raise ConfigError(
             f"diffusers has no scheduler that walks a {config.kind} schedule as "
-            f"{config.sampler} does. {_choose_another()}"
+            f"{config.sampler} does. {_choose_another(config.samplers)}"
         )
     content = {"_class_name": peer.class_name, "num_train_timesteps": config.num_train_timesteps}
-    if config.kind == "flow":
-        content["shift"] = config.shift
+    if config.is_flow:
+        content |= _flow_fields(config, peer)
     else:
         content |= {
             "beta_start": config.beta_start,
@@ -256,3 +294,25 @@ def write_schedule(config: ScheduleConfig) -> dict:
         content["use_karras_sigmas"] = spec.karras
     changed = {name: ours for name, (default, ours) in peer.required.items() if ours != default}
     return content | changed
+
+
+def _flow_fields(config: ScheduleConfig, peer: Peer) -> dict:
+    content = {"shift": config.shift}
+    if peer.fixed_shift:
+        if config.dynamic_shift is not None or config.shift_terminal is not None:
+            raise ConfigError(
+                f"diffusers' {peer.class_name} has no dynamic shift and no shift_terminal, so a "
+                f"schedule with either cannot be written for {config.sampler}. "
+                f"{_choose_another(['flow_euler'])}"
+            )
+        return content
+    dynamic = config.dynamic_shift
+    content |= {
+        "use_dynamic_shifting": dynamic is not None,
+        "shift_terminal": config.shift_terminal,
+    }
+    if dynamic is not None:
+        content |= {theirs: getattr(dynamic, ours) for theirs, ours in DYNAMIC_SHIFT.items()}
+        names = {ours: theirs for theirs, ours in TIME_SHIFTS.items()}
+        content["time_shift_type"] = names[dynamic.exponential]
+    return content

@@ -23,7 +23,7 @@ from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.runtime.text_inputs import text_inputs
 from sd_tf.serving.tf_serving import ServingError, signatures
 from sd_tf.serving.tf_serving.folder import WARM_UP
-from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer.open import open_tokenizer
 
 PROMPT = "a lighthouse on a cliff above the sea at sunset, oil painting"
 GUIDANCE = 7.5
@@ -91,7 +91,7 @@ class Values:
         scheduler = manifest.default_sampler
         calls = manifest.schedulers[scheduler].calls
         steps = next(n for n, count in enumerate(calls, start=1) if count)  # 1 wherever possible
-        tokenizers = [ClipTokenizer.from_folder(export / p) for p in manifest.tokenizers.values()]
+        tokenizers = [open_tokenizer(export / place) for place in manifest.tokenizers.values()]
         weighted = takes_weights(manifest)
         texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted)
         self.time_ids = manifest.time_ids

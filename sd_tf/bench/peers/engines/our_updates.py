@@ -18,7 +18,7 @@ def load(job: Job) -> Loaded:
     settings = Settings(steps=job.steps, batch_size=size, warm_up=0, averaging=Averaging(None))
     checkpoint = open_checkpoint(job.checkpoint)
     unet = checkpoint.build("unet")
-    loss = Denoising(unet, [], checkpoint.config.schedule, min_snr=None)
+    loss = Denoising(unet, [], checkpoint.config, min_snr=None)
     if job.lora_rank is not None:
         loss, _ = adapt(loss, {"unet": unet}, LoraOptions(job.lora_rank), settings.seed)
     optimizer = optimizer_for(settings, loss.trainable_variables)
