@@ -59,6 +59,11 @@ WEIGHTS = (  # which of a source's weights to take, and for how long prompts
         "Tokens of a prompt for T5, 1…512. Default: 256 for SD3, 512 for Flux.",
         int,
     ),
+    Option(
+        "t5_tokenizer",
+        None,
+        "Folder with T5's tokenizer (tokenizer.json or spiece.model), which a single file lacks.",
+    ),
 )
 OPENING = (
     Option(

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         if file is not None:
             _check_no_options(options)
             return describe_adapter(file)
-        checkpoint = opened(options, options.source)
+        checkpoint = opened(options, options.source, incomplete=True)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)
         return 1
@@ -62,6 +62,9 @@ def describe(checkpoint: Checkpoint) -> int:
     print("\n" + row.format("component", "tensors", "parameters", "dtype", "size"))
     problems = []
     for name, part in config.components.items():
+        if name in checkpoint.missing:
+            print(row.format(name, "missing", "", "", "").rstrip())
+            continue
         try:
             tensors = checkpoint.tensors(name)
         except CheckpointError as error:
@@ -72,7 +75,13 @@ def describe(checkpoint: Checkpoint) -> int:
         stored = sum(tensor.size * tensor.itemsize for tensor in tensors.values())
         dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
         print(row.format(name, len(tensors), f"{parameters:,}", dtypes, human_size(stored)))
+    if config.zero_tokens:
+        print(
+            f"text_encoder_3 is left out: {config.zero_tokens} zeros stand in place of its tokens"
+        )
     for name in config.text_encoders:
+        if name in checkpoint.missing:
+            continue
         try:
             tokenizer = checkpoint.tokenizer(name)
         except (CheckpointError, TokenizerError) as error:
@@ -83,6 +92,10 @@ def describe(checkpoint: Checkpoint) -> int:
             f"tokenizer of {name}: {origin}, {tokenizer.vocab_size} tokens, "
             f"padded with {tokenizer.pad_token!r}"
         )
+    try:
+        checkpoint.check_complete()
+    except CheckpointError as error:
+        problems.append(str(error))
     print()
     for problem in problems:
         print(f"would not load: {problem}", file=sys.stderr)

@@ -113,6 +113,7 @@ def _check_sd3(config: PipelineConfig) -> None:
 
     What the tokens of a T5 that is left out would be, zeros are.
     """
+    _check_latents(config)
     clips, denoiser = config.clip_encoders.values(), config.denoiser
     width = sum(encoder.hidden_size for encoder in clips)
     if width > denoiser.context_dim:
@@ -132,8 +133,22 @@ def _check_sd3(config: PipelineConfig) -> None:
 
 def _check_flux(config: PipelineConfig) -> None:
     """Check that T5 gives the denoiser's context and CLIP the pooled text."""
+    _check_latents(config)
     _check_t5(config, least=1)
     _check_pooled(config)
+
+
+def _check_latents(config: PipelineConfig) -> None:
+    """Check that a transformer takes latents and nothing beside them, and gives latents."""
+    denoiser, channels = config.denoiser, config.autoencoder.latent_channels
+    patch = denoiser.in_channels // denoiser.latent_channels
+    if (denoiser.in_channels, denoiser.out_channels) != (channels * patch, channels * patch):
+        raise ConfigError(
+            f"A transformer takes and gives the {channels} channels of the latents alone, so "
+            f"in_channels and out_channels must be {channels * patch}. Pictures, masks or edges "
+            f"beside them are not supported. Received: in_channels={denoiser.in_channels}, "
+            f"out_channels={denoiser.out_channels}"
+        )
 
 
 def _check_t5(config: PipelineConfig, least: int = 0, most: int = 1) -> None:

@@ -91,7 +91,8 @@ class Checkpoint:
             if is_t5:
                 raise CheckpointError(
                     f"{self.source} has no tokenizer for its {text_encoder}, a T5, and none comes "
-                    f"with sd_tf. Open a diffusers folder, which has it."
+                    f"with sd_tf. Give `t5_tokenizer`, a folder with its tokenizer.json or "
+                    f"spiece.model, or open a diffusers folder, which has it."
                 )
             return ClipTokenizer.clip(config.pad_token_id, config.max_length)
         tokenizer = self.tokenizer_readers[text_encoder]()

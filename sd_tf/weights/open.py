@@ -23,6 +23,7 @@ WHICH_TAKE = {  # parameter → the sources that it is for
     "ema": "single files",
     "without": "diffusers folders, the Hub and single files",
     "max_sequence_length": "diffusers folders, the Hub and single files",
+    "t5_tokenizer": "single files",
 }
 
 
@@ -36,6 +37,7 @@ def open_checkpoint(
     ema: bool = False,
     without: Sequence[str] = (),
     max_sequence_length: int | None = None,
+    t5_tokenizer: str | Path | None = None,
     lora: Sequence[tuple[str | Path, float]] = (),
     embeddings: Sequence[str | Path] = (),
     incomplete: bool = False,
@@ -54,6 +56,7 @@ def open_checkpoint(
             of which zeros may stand. Its files need not be there.
         max_sequence_length: tokens of a prompt for T5, 1…512, or of the zeros in their place. None:
             as many as diffusers takes by itself, 256 for SD3 and 512 for Flux.
+        t5_tokenizer: a folder with T5's tokenizer, which no single file has.
         lora: adapter files, each with its scale, to merge into the weights: see `weights.merge`.
         embeddings: files of textual inversion, whose tokens are added. `TOKEN=FILE` is one that
             is called TOKEN; without it, a token is called what its file calls it.
@@ -68,6 +71,7 @@ def open_checkpoint(
         ema=ema or None,
         without=tuple(without) or None,
         max_sequence_length=max_sequence_length,
+        t5_tokenizer=t5_tokenizer,
     )
     if not incomplete:
         checkpoint.check_complete()
@@ -112,7 +116,7 @@ def _open(source: str | Path, scheduler: str | None, **given) -> Checkpoint:
                 f"{path}: a single file must be .safetensors. "
                 f"Received: {path.suffix or 'no suffix'}"
             )
-        refuse_all_but("family", "ema", "without", "max_sequence_length")
+        refuse_all_but("family", "ema", "without", "max_sequence_length", "t5_tokenizer")
         return open_file(path, scheduler=scheduler, **given)
     refuse_pickle(path)
     if HUB_ID.fullmatch(source):

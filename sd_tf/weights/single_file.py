@@ -6,6 +6,7 @@ from shapes; it follows the family's convention: 8 in SD1, one for each 64 chann
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sd_tf.adapters.keys import divided
@@ -17,6 +18,7 @@ from sd_tf.config import (
     latent_inputs_of,
 )
 from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
+from sd_tf.tokenizer.t5 import T5Tokenizer
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.single_file_names import (
     CLIP_L,
@@ -33,7 +35,7 @@ from sd_tf.weights.single_file_names import (
 )
 from sd_tf.weights.single_file_sizes import CHANNELS_PER_HEAD, count, read_clip, read_vae
 from sd_tf.weights.single_file_transformers import TransformerFile, recognize
-from sd_tf.weights.texts import check_left_out, check_length
+from sd_tf.weights.texts import check_left_out, check_length, check_tokenizer
 
 EMA = "model_ema."
 
@@ -45,6 +47,7 @@ def open_file(
     ema: bool = False,
     without: Sequence[str] = (),
     max_sequence_length: int | None = None,
+    t5_tokenizer: str | Path | None = None,
 ) -> Checkpoint:
     """Open a file as a `Checkpoint`.
 
@@ -53,6 +56,7 @@ def open_file(
         ema: load the averaged UNet weights.
         without: text encoders to leave out.
         max_sequence_length: tokens of a prompt for T5.
+        t5_tokenizer: a folder with T5's tokenizer.
     """
     tensors = open_safetensors(path)
     found = recognize(tensors, path, without)
@@ -60,9 +64,10 @@ def open_file(
         if ema:
             raise CheckpointError(f"`ema` is for files with a UNet. Received: {path}")
         _settled((found.family,), family, path)
-        return _opened(found, scheduler, max_sequence_length)
+        return _opened(found, scheduler, max_sequence_length, t5_tokenizer)
     check_left_out(without, None, str(path))
     check_length(max_sequence_length, False, str(path))
+    check_tokenizer(t5_tokenizer, False, str(path))
     if ema:
         tensors = _with_ema(tensors, path)
     family = _settled(detect_family(tensors, path), family, path)
@@ -82,7 +87,10 @@ def _with_sampler(config: PipelineConfig, scheduler: str | None) -> PipelineConf
 
 
 def _opened(
-    file: TransformerFile, scheduler: str | None, max_sequence_length: int | None
+    file: TransformerFile,
+    scheduler: str | None,
+    max_sequence_length: int | None,
+    t5_tokenizer: str | Path | None,
 ) -> Checkpoint:
     """Open a file of SD3 or Flux, which may lack components."""
     config = _with_sampler(file.config(max_sequence_length), scheduler)
@@ -91,8 +99,13 @@ def _opened(
         config.check()
     components = file.tensors(config)
     readers = {name: (lambda part=part: part) for name, part in components.items()}
-    path = file.path
-    return Checkpoint(path.name, str(path), "single file", config, readers, missing=missing)
+    path, t5 = file.path, config.t5_encoders
+    check_tokenizer(t5_tokenizer, bool(t5), str(path))
+    reader = partial(T5Tokenizer.from_folder, t5_tokenizer)
+    tokenizers = {} if t5_tokenizer is None else dict.fromkeys(t5, reader)
+    return Checkpoint(
+        path.name, str(path), "single file", config, readers, tokenizers, missing=missing
+    )
 
 
 def detect_family(tensors: Tensors, path: Path) -> tuple[str, ...]:

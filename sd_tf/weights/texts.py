@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from sd_tf.config import MMDiTConfig, PipelineConfig
 from sd_tf.files.tensors import CheckpointError
@@ -32,6 +33,15 @@ def check_length(max_sequence_length: int | None, has_t5: bool, where: str) -> N
     if not 1 <= max_sequence_length <= LONGEST:
         raise CheckpointError(
             f"`max_sequence_length` is 1…{LONGEST}. Received: {max_sequence_length}"
+        )
+
+
+def check_tokenizer(t5_tokenizer: str | Path | None, has_t5: bool, where: str) -> None:
+    """Check that T5's tokenizer is given only where there is a T5."""
+    if t5_tokenizer is not None and not has_t5:
+        raise CheckpointError(
+            f"`t5_tokenizer` is for a single file with a T5 text encoder. Received: {where}, which "
+            f"has none"
         )
 
 
