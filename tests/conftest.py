@@ -13,7 +13,7 @@ import pytest
 
 from sd_tf.checkpoints import TINY_FOLDER
 from sd_tf.weights import open_checkpoint
-from tests import peers
+from tests import peer_transformers, peers
 
 
 def pytest_sessionstart():
@@ -43,7 +43,8 @@ def small_pipelines(tmp_path_factory):
 
     def make(family):
         if family not in made:
-            pipeline = peers.random_pipeline(family)
+            module = peer_transformers if family in peer_transformers.FAMILIES else peers
+            pipeline = module.random_pipeline(family)
             folder = tmp_path_factory.mktemp(family)
             pipeline.save_pretrained(folder)
             made[family] = pipeline, folder

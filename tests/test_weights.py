@@ -373,7 +373,7 @@ def test_index_errors(folder, tmp_path):
     index = folder / "model_index.json"
     original = index.read_text()
     for changes, message in (
-        ({"_class_name": "FluxPipeline"}, r"pipeline class 'FluxPipeline' is not supported"),
+        ({"_class_name": "PixArtAlphaPipeline"}, r"class 'PixArtAlphaPipeline' is not supported"),
         ({"unet": ["diffusers", "SD3Transformer2DModel"]}, r"unet is a SD3Transformer2DModel"),
         ({"text_encoder": ["transformers", "T5EncoderModel"]}, r"text_encoder is a T5EncoderModel"),
         ({"prior": ["diffusers", "PriorTransformer"]}, r"component 'prior' .* is not supported"),

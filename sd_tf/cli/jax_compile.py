@@ -16,7 +16,7 @@ from sd_tf.jax import compile as ahead
 from sd_tf.jax.sharding import check_mesh, make_mesh
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.sampling.tables import steps
-from sd_tf.weights import Checkpoint
+from sd_tf.weights import Checkpoint, with_texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,13 +105,15 @@ def _check_estimate(options, schedule: ScheduleConfig) -> None:
 def _checkpoint(options) -> Checkpoint:
     if options.checkpoint is not None:
         return opened(options, options.checkpoint)
-    for name in ("scheduler", "variant", "revision", "ema", "lora", "embeddings"):
-        if getattr(options, name):
+    for name, value in chosen(options, OPENING).items():
+        if value and name not in ("family", "without", "max_sequence_length"):
             raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
     if options.family is None:
         raise ExportError("Give `checkpoint`, or `family` to compile from shapes alone.")
     name = f"the family {options.family}"
-    return Checkpoint(name, name, "shapes alone", FAMILIES[options.family], {})
+    family = FAMILIES[options.family]
+    config = with_texts(family, options.without, options.max_sequence_length, name)
+    return Checkpoint(name, name, "shapes alone", config, {})
 
 
 def _one(options, checkpoint, topology, batch) -> dict:

@@ -42,11 +42,23 @@ class Option:
     repeated: str | None = None  # it may be given several times; how the help shows a value
 
 
-WEIGHTS = (  # which of a source's weights to take
+WEIGHTS = (  # which of a source's weights to take, and for how long prompts
     Option("family", None, "The family of a single SD2 file.", choices=tuple(FAMILIES)),
     Option("variant", None, "Which weights of a folder or of the Hub: fp16, non_ema."),
     Option("revision", None, "Branch, tag or commit on the Hub."),
     Option("ema", False, "Take a single file's averaged UNet weights.", bool),
+    Option(
+        "without",
+        (),
+        "Leave out SD3's T5: text_encoder_3. Zeros stand in its place.",
+        names,
+    ),
+    Option(
+        "max_sequence_length",
+        None,
+        "Tokens of a prompt for T5, 1…512. Default: 256 for SD3, 512 for Flux.",
+        int,
+    ),
 )
 OPENING = (
     Option(
@@ -206,11 +218,15 @@ BENCHMARK = (
 )
 
 
-def opened(options: argparse.Namespace, source: str):
-    """Open a checkpoint with the options of `OPENING`."""
+def opened(options: argparse.Namespace, source: str, incomplete: bool = False):
+    """Open a checkpoint with the options of `OPENING`.
+
+    Args:
+        incomplete: open it even if it lacks components.
+    """
     from sd_tf.weights import open_checkpoint
 
-    return open_checkpoint(place_of(source), **chosen(options, OPENING))
+    return open_checkpoint(place_of(source), **chosen(options, OPENING), incomplete=incomplete)
 
 
 def place_of(source: str) -> str | Path:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,14 @@ DTYPES = {
     "F32": np.dtype("float32"),
     "F16": np.dtype("float16"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "I64": np.dtype("int64"),
     "I32": np.dtype("int32"),
     "U8": np.dtype("uint8"),
     "BOOL": np.dtype("bool"),
 }
+BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 class CheckpointError(SdTfError):
@@ -34,7 +37,10 @@ class CheckpointError(SdTfError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, in the checkpoint's own layout; `read` returns its values."""
+    """A tensor of a checkpoint, in the checkpoint's own layout; `read` returns its values.
+
+    Those of 8 bits, with which no framework computes, are read as bfloat16, which has room for all.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,12 +53,22 @@ class StoredTensor:
 
     @property
     def itemsize(self) -> int:
-        return np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype).itemsize
+        return numpy_dtype(self.dtype).itemsize
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
         return StoredTensor(
             (stop - start, *self.shape[1:]), self.dtype, lambda: self.read()[start:stop], self.file
         )
+
+    def with_halves_swapped(self) -> "StoredTensor":
+        """Return the tensor with the second half of its rows first."""
+        half = self.shape[0] // 2
+        return replace(self, read=lambda: np.roll(self.read(), half, axis=0))
+
+    @classmethod
+    def identity(cls, width: int, dtype: str) -> "StoredTensor":
+        """Return a matrix that is in no file."""
+        return cls((width, width), dtype, lambda: np.eye(width, dtype=numpy_dtype(dtype)))
 
     def transposed(self) -> "StoredTensor":
         return StoredTensor(self.shape[::-1], self.dtype, lambda: self.read().T, self.file)
@@ -64,6 +80,11 @@ def save_safetensors(
     """Write a file with the permissions of its folder; the library's are for the owner alone."""
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the dtype of a name, of which NumPy itself does not know all."""
+    return BY_NAME[name]
 
 
 def refuse_pickle(path: Path) -> None:
@@ -126,6 +147,8 @@ def _read(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> n
     values = np.fromfile(path, dtype, count, offset=offset)
     if len(values) != count:
         raise CheckpointError(f"{path} became shorter while it was being read.")
+    if dtype.name.startswith("float8"):
+        values = values.astype(ml_dtypes.bfloat16)
     return values.reshape(shape)
 
 

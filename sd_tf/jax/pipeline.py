@@ -59,8 +59,8 @@ class JaxPipeline(Chain):
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
             adapter_slots, adapter_rank, adapter_layers: as for an export.
             compile_cache: folder where compiled code is kept between processes.
-            opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `lora` of
-                `open_checkpoint`.
+            opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `without`,
+                `max_sequence_length`, `lora` of `open_checkpoint`.
         """
         from sd_tf.components.describe import manifest_of, origins
         from sd_tf.components.geometry import Fixed, geometry_of
@@ -141,8 +141,8 @@ class JaxPipeline(Chain):
             checkpoint: the source of the weights where the folder has none of its own.
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
-            opening: `family`, `variant`, `revision`, `ema`, `lora` of `open_checkpoint`, for that
-                source.
+            opening: `family`, `variant`, `revision`, `ema`, `without`, `max_sequence_length`,
+                `lora` of `open_checkpoint`, for that source.
         """
         start = time.perf_counter()
         folder = Path(folder)

@@ -2,9 +2,10 @@
 
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights.checkpoint import Checkpoint
-from sd_tf.weights.diffusers import save_folder
+from sd_tf.weights.diffusers_save import save_folder, write_folder
 from sd_tf.weights.layout import layers_of
 from sd_tf.weights.open import open_checkpoint
+from sd_tf.weights.texts import with_texts
 
 __all__ = [
     "Checkpoint",
@@ -13,4 +14,6 @@ __all__ = [
     "layers_of",
     "open_checkpoint",
     "save_folder",
+    "with_texts",
+    "write_folder",
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sd_tf.config import UNetConfig, family_of
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights.checkpoint import Checkpoint, TensorReader
@@ -24,9 +25,14 @@ def with_embeddings(checkpoint: Checkpoint, sources: Sequence[str | Path]) -> Ch
     Args:
         sources: files, or TOKEN=FILE; see `weights.embeddings`.
     """
+    config = checkpoint.config
+    if not isinstance(config.denoiser, UNetConfig):
+        raise CheckpointError(
+            f"Embeddings of textual inversion are for SD1, SD2 and SDXL. Received: "
+            f"{checkpoint.source}, which is {family_of(config)}"
+        )
     embeddings = [read_embedding(source) for source in sources]
     _refuse_doubles(embeddings)
-    config = checkpoint.config
     parts = [embedding.vectors(config, checkpoint.source) for embedding in embeddings]
     encoders, readers = dict(config.text_encoders), dict(checkpoint.readers)
     tokenizers = dict(checkpoint.tokenizer_readers)

@@ -39,15 +39,26 @@ class Checkpoint:
     tokenizer_readers: dict[str, Callable[[], Tokenizer]] = field(default_factory=dict)
     paths: dict[str, list[Path]] | None = None  # component → its files; None: tensors name them
     adapters: tuple[MergedAdapter, ...] = ()
+    missing: tuple[str, ...] = ()  # components that the source lacks
     embeddings: tuple[Embedding, ...] = ()  # what was added to the tensors and tokenizers
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
+        if component in self.missing:
+            raise CheckpointError(f"{self.source} does not hold it.")
         if component not in self.readers:
             raise CheckpointError(
                 f"{self.source} has the components {', '.join(self.readers)}. "
                 f"Received: {component!r}"
             )
         return self.readers[component]()
+
+    def check_complete(self) -> None:
+        """Raise if the source lacks components that the pipeline needs."""
+        if self.missing:
+            raise CheckpointError(
+                f"{self.source} lacks {', '.join(self.missing)}, without which it draws nothing: "
+                f"open the same release as a diffusers folder, which has every component."
+            )
 
     def files(self, component: str) -> list[Path]:
         """List the files that hold the component's tensors; none if KerasCV downloads them."""

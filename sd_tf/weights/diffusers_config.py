@@ -13,7 +13,6 @@ from sd_tf.config import (
     AddedConditioning,
     AutoencoderConfig,
     ConfigError,
-    PipelineConfig,
     TextEncoderConfig,
     UNetConfig,
 )
@@ -306,7 +305,13 @@ def write_unet(config: UNetConfig) -> dict:
     }
 
 
-def read_vae(raw, where: str) -> AutoencoderConfig:
+def read_vae(raw, where: str, of_transformer: bool = False) -> AutoencoderConfig:
+    """Read the autoencoder's `config.json`.
+
+    Args:
+        of_transformer: whether its pipeline shifts latents, and ignores `force_upcast`, as those
+            of SD3 and Flux do.
+    """
     fields = Fields(raw, where)
     channels = tuple(fields.take("block_out_channels", (64,)))
     for name, kind in (
@@ -318,9 +323,10 @@ def read_vae(raw, where: str) -> AutoencoderConfig:
         ("act_fn", "silu", "swish"),
         ("latents_mean", None),
         ("latents_std", None),
-        ("shift_factor", None, 0),
+        *(() if of_transformer else (("shift_factor", None, 0),)),
     ):
         fields.require(name, *allowed, default=allowed[0])
+    shift, upcast = fields.take("shift_factor", None), bool(fields.take("force_upcast", False))
     config = AutoencoderConfig(
         in_channels=fields.take("in_channels", 3),
         out_channels=fields.take("out_channels", 3),
@@ -332,7 +338,8 @@ def read_vae(raw, where: str) -> AutoencoderConfig:
         quant_conv=fields.take("use_quant_conv", True),
         post_quant_conv=fields.take("use_post_quant_conv", True),
         scaling_factor=fields.take("scaling_factor", 0.18215),
-        force_upcast=bool(fields.take("force_upcast", False)),
+        shift_factor=0.0 if shift is None else shift,
+        force_upcast=upcast and not of_transformer,
         sample_size=fields.take("sample_size", 512),
     )
     fields.finish()
@@ -355,22 +362,8 @@ def write_vae(config: AutoencoderConfig) -> dict:
         "use_quant_conv": config.quant_conv,
         "use_post_quant_conv": config.post_quant_conv,
         "scaling_factor": config.scaling_factor,
+        "shift_factor": config.shift_factor or None,
         "force_upcast": config.force_upcast,
         "sample_size": config.sample_size,
         "act_fn": "silu",
     }
-
-
-PIPELINE_CLASSES = {
-    "none": "Pipeline",
-    "image": "InstructPix2PixPipeline",
-    "mask_and_image": "InpaintPipeline",
-}
-
-
-def pipeline_class(config: PipelineConfig) -> str:
-    is_xl = config.denoiser.added is not None
-    kind = PIPELINE_CLASSES[config.latent_inputs]
-    if is_xl and "text_encoder" not in config.text_encoders:
-        kind = "Img2ImgPipeline"  # the refiner
-    return f"StableDiffusion{'XL' if is_xl else ''}{kind}"

@@ -1,5 +1,6 @@
 """Fetch a diffusers repository from the Hugging Face Hub: only the files that will be read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download
@@ -12,26 +13,35 @@ from huggingface_hub.errors import (
 
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
-from sd_tf.weights.diffusers import (
+from sd_tf.weights.diffusers import choose_weights
+from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
-    WEIGHTS_STEM,
-    choose_weights,
     components_of,
+    has_weights,
     read_index,
 )
 
 SMALL_FILES = (".json", ".txt")
 
 
-def fetch(repo_id: str, revision: str | None = None, variant: str | None = None) -> Path:
-    """Download a repository; without a network, find it in the cache. Return its local folder."""
+def fetch(
+    repo_id: str,
+    revision: str | None = None,
+    variant: str | None = None,
+    without: Sequence[str] = (),
+) -> Path:
+    """Download a repository; without a network, find it in the cache. Return its local folder.
+
+    Args:
+        without: text encoders that are not wanted.
+    """
     try:
-        return _download(repo_id, revision, variant)
+        return _download(repo_id, revision, variant, without)
     except CheckpointError as error:
         raise CheckpointError(f"{repo_id} on the Hub: {error}") from error
     except (HTTPError, OSError, ValueError) as error:  # HTTPError: the Hub's library's own
         if _has_no_network(error):
-            return _from_cache(repo_id, revision, variant, error)
+            return _from_cache(repo_id, revision, variant, without, error)
         raise CheckpointError(
             f"{repo_id} is no local file or folder, and it could not be downloaded from the Hub: "
             f"{_described(error)}. With HF_HUB_OFFLINE=1, a complete copy in the Hub's cache is "
@@ -39,7 +49,9 @@ def fetch(repo_id: str, revision: str | None = None, variant: str | None = None)
         ) from error
 
 
-def _download(repo_id: str, revision: str | None, variant: str | None) -> Path:
+def _download(
+    repo_id: str, revision: str | None, variant: str | None, without: Sequence[str]
+) -> Path:
     siblings = HfApi().model_info(repo_id, revision=revision).siblings
     files = [sibling.rfilename for sibling in siblings]
     if MODEL_INDEX not in files:
@@ -50,7 +62,8 @@ def _download(repo_id: str, revision: str | None, variant: str | None) -> Path:
     def get(name: str) -> Path:
         return Path(hf_hub_download(repo_id, name, revision=folder.name))  # one commit for all
 
-    small, weights = wanted_files(files, components_of(read_index(folder)), variant)
+    components = components_of(read_index(folder, without))
+    small, weights = wanted_files(files, components, variant)
     # The weights come last: a cache that has them all has all the rest.
     for name in [*small, *weights]:
         for shard in shards_of(get(name)):
@@ -72,7 +85,7 @@ def wanted_files(
     small, weights = [], []
     for component in components:
         inside = [file for file in files if file.startswith(f"{component}/")]
-        if component in WEIGHTS_STEM:
+        if has_weights(component):
             names = [file.removeprefix(f"{component}/") for file in inside]
             weights.append(f"{component}/{choose_weights(names, component, variant)}")
         small += [
@@ -92,7 +105,13 @@ def _has_no_network(error: Exception) -> bool:
     return isinstance(error, HTTPError) and not isinstance(error, HfHubHTTPError)
 
 
-def _from_cache(repo_id: str, revision: str | None, variant: str | None, reason: Exception) -> Path:
+def _from_cache(
+    repo_id: str,
+    revision: str | None,
+    variant: str | None,
+    without: Sequence[str],
+    reason: Exception,
+) -> Path:
     """Return the folder in the Hub's cache, if a download was completed there."""
     try:
         index = hf_hub_download(repo_id, MODEL_INDEX, revision=revision, local_files_only=True)
@@ -103,7 +122,7 @@ def _from_cache(repo_id: str, revision: str | None, variant: str | None, reason:
         ) from reason
     folder = Path(index).parent
     try:
-        _check_complete(folder, variant)
+        _check_complete(folder, variant, without)
     except CheckpointError as error:
         raise CheckpointError(
             f"{repo_id} is only partly in the Hub's cache, and the rest could not be downloaded "
@@ -112,8 +131,8 @@ def _from_cache(repo_id: str, revision: str | None, variant: str | None, reason:
     return folder
 
 
-def _check_complete(folder: Path, variant: str | None) -> None:
-    components = components_of(read_index(folder))
+def _check_complete(folder: Path, variant: str | None, without: Sequence[str]) -> None:
+    components = components_of(read_index(folder, without))
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     for component in components:
         if not any(file.startswith(f"{component}/") for file in files):

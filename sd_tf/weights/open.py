@@ -9,7 +9,8 @@ from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
 from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
-from sd_tf.weights.diffusers import MODEL_INDEX, open_folder
+from sd_tf.weights.diffusers import open_folder
+from sd_tf.weights.diffusers_pipelines import MODEL_INDEX
 from sd_tf.weights.merge import merge_files
 from sd_tf.weights.single_file import open_file
 
@@ -20,6 +21,8 @@ WHICH_TAKE = {  # parameter → the sources that it is for
     "variant": "diffusers folders and the Hub",
     "revision": "the Hub",
     "ema": "single files",
+    "without": "diffusers folders, the Hub and single files",
+    "max_sequence_length": "diffusers folders, the Hub and single files",
 }
 
 
@@ -31,8 +34,11 @@ def open_checkpoint(
     variant: str | None = None,
     revision: str | None = None,
     ema: bool = False,
+    without: Sequence[str] = (),
+    max_sequence_length: int | None = None,
     lora: Sequence[tuple[str | Path, float]] = (),
     embeddings: Sequence[str | Path] = (),
+    incomplete: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
 
@@ -44,30 +50,44 @@ def open_checkpoint(
         variant: the set of weights in a folder or on the Hub: `fp16`, `non_ema`.
         revision: the branch, tag or commit on the Hub.
         ema: load a single file's averaged UNet weights.
+        without: text encoders to leave out: `text_encoder_3`, SD3's T5, is the only one in place
+            of which zeros may stand. Its files need not be there.
+        max_sequence_length: tokens of a prompt for T5, 1…512, or of the zeros in their place. None:
+            as many as diffusers takes by itself, 256 for SD3 and 512 for Flux.
         lora: adapter files, each with its scale, to merge into the weights: see `weights.merge`.
         embeddings: files of textual inversion, whose tokens are added. `TOKEN=FILE` is one that
             is called TOKEN; without it, a token is called what its file calls it.
+        incomplete: open a single file that lacks components, too. They cannot be built.
     """
-    checkpoint = merge_files(_open(source, family, scheduler, variant, revision, ema), lora)
+    checkpoint = _open(
+        source,
+        scheduler,
+        family=family,
+        variant=variant,
+        revision=revision,
+        ema=ema or None,
+        without=tuple(without) or None,
+        max_sequence_length=max_sequence_length,
+    )
+    if not incomplete:
+        checkpoint.check_complete()
+    checkpoint = merge_files(checkpoint, lora)
     return with_embeddings(checkpoint, embeddings) if embeddings else checkpoint
 
 
-def _open(
-    source: str | Path,
-    family: str | None,
-    scheduler: str | None,
-    variant: str | None,
-    revision: str | None,
-    ema: bool,
-) -> Checkpoint:
-    for name, value, known in (("family", family, FAMILIES), ("scheduler", scheduler, SAMPLERS)):
+def _open(source: str | Path, scheduler: str | None, **given) -> Checkpoint:
+    """Open a source with the options that are given, which are those that are not None."""
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value, known in (
+        ("family", given.get("family"), FAMILIES),
+        ("scheduler", scheduler, SAMPLERS),
+    ):
         if value is not None and value not in known:
             raise CheckpointError(f"Unknown {name} {value!r}. Known: {', '.join(known)}.")
-    given = {"family": family, "variant": variant, "revision": revision, "ema": ema or None}
 
     def refuse_all_but(*taken: str) -> None:
-        for name, value in given.items():
-            if value is not None and name not in taken:
+        for name in given:
+            if name not in taken:
                 raise CheckpointError(f"`{name}` is for {WHICH_TAKE[name]}. Received: {source}")
 
     source = str(source)
@@ -83,8 +103,8 @@ def _open(
                 f"{path} is not a diffusers folder: it has no {MODEL_INDEX}. Give a single file by "
                 f"its own path, and a folder with KerasCV's files as {KERASCV}{path}."
             )
-        refuse_all_but("variant")
-        return open_folder(path, variant, scheduler)
+        refuse_all_but("variant", "without", "max_sequence_length")
+        return open_folder(path, scheduler=scheduler, **given)
     if path.is_file():
         refuse_pickle(path)
         if path.suffix != ".safetensors":
@@ -92,13 +112,15 @@ def _open(
                 f"{path}: a single file must be .safetensors. "
                 f"Received: {path.suffix or 'no suffix'}"
             )
-        refuse_all_but("family", "ema")
-        return open_file(path, family, scheduler, ema)
+        refuse_all_but("family", "ema", "without", "max_sequence_length")
+        return open_file(path, scheduler=scheduler, **given)
     refuse_pickle(path)
     if HUB_ID.fullmatch(source):
         from sd_tf.weights import hub
 
-        refuse_all_but("variant", "revision")
-        folder = hub.fetch(source, revision, variant)
-        return replace(open_folder(folder, variant, scheduler), name=source, source=source)
+        refuse_all_but("variant", "revision", "without", "max_sequence_length")
+        revision = given.pop("revision", None)
+        folder = hub.fetch(source, revision, given.get("variant"), given.get("without", ()))
+        checkpoint = open_folder(folder, scheduler=scheduler, **given)
+        return replace(checkpoint, name=source, source=source)
     raise CheckpointError(f"No such file or folder: {path}")

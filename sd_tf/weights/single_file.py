@@ -1,17 +1,16 @@
-"""Open single `.safetensors` files in the layout of the original releases: SD1, SD2, SDXL.
+"""Open single `.safetensors` files in the layout of the original releases.
 
-The tensors' names tell the family, their shapes the sizes. The number of heads cannot be read from
-shapes; it follows the family's convention: 8 in SD1's UNet, one for each 64 channels elsewhere.
+The tensors' names tell the family, their shapes the sizes. A UNet's number of heads cannot be read
+from shapes; it follows the family's convention: 8 in SD1, one for each 64 channels elsewhere.
 """
 
-import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from sd_tf.adapters.keys import divided
 from sd_tf.config import (
     FAMILIES,
-    AutoencoderConfig,
     PipelineConfig,
     TextEncoderConfig,
     UNetConfig,
@@ -19,7 +18,6 @@ from sd_tf.config import (
 )
 from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
 from sd_tf.weights.checkpoint import Checkpoint
-from sd_tf.weights.diffusers import canonical_name
 from sd_tf.weights.single_file_names import (
     CLIP_L,
     OPENCLIP,
@@ -33,34 +31,68 @@ from sd_tf.weights.single_file_names import (
     under,
     unet_modules,
 )
+from sd_tf.weights.single_file_sizes import CHANNELS_PER_HEAD, count, read_clip, read_vae
+from sd_tf.weights.single_file_transformers import TransformerFile, recognize
+from sd_tf.weights.texts import check_left_out, check_length
 
 EMA = "model_ema."
-CHANNELS_PER_HEAD = 64
 
 
 def open_file(
-    path: Path, family: str | None = None, scheduler: str | None = None, ema: bool = False
+    path: Path,
+    family: str | None = None,
+    scheduler: str | None = None,
+    ema: bool = False,
+    without: Sequence[str] = (),
+    max_sequence_length: int | None = None,
 ) -> Checkpoint:
     """Open a file as a `Checkpoint`.
 
     Args:
         family: `sd2-base` or `sd2-v`, which the tensors of an SD2 file do not tell apart.
         ema: load the averaged UNet weights.
+        without: text encoders to leave out.
+        max_sequence_length: tokens of a prompt for T5.
     """
     tensors = open_safetensors(path)
+    found = recognize(tensors, path, without)
+    if found is not None:
+        if ema:
+            raise CheckpointError(f"`ema` is for files with a UNet. Received: {path}")
+        _settled((found.family,), family, path)
+        return _opened(found, scheduler, max_sequence_length)
+    check_left_out(without, None, str(path))
+    check_length(max_sequence_length, False, str(path))
     if ema:
         tensors = _with_ema(tensors, path)
-    found = detect_family(tensors, path)
-    family = _settled(found, family, path)
+    family = _settled(detect_family(tensors, path), family, path)
     config = read_config(tensors, family)
     if "v_pred" in tensors:
         config = replace(config, schedule=replace(config.schedule, prediction="v_prediction"))
-    if scheduler is not None:
-        config = replace(config, schedule=replace(config.schedule, sampler=scheduler))
-    config.check()
+    config = _with_sampler(config, scheduler).check()
     components = split(tensors, config, path)
     readers = {name: (lambda part=part: part) for name, part in components.items()}
     return Checkpoint(path.name, str(path), "single file", config, readers)
+
+
+def _with_sampler(config: PipelineConfig, scheduler: str | None) -> PipelineConfig:
+    if scheduler is None:
+        return config
+    return replace(config, schedule=replace(config.schedule, sampler=scheduler))
+
+
+def _opened(
+    file: TransformerFile, scheduler: str | None, max_sequence_length: int | None
+) -> Checkpoint:
+    """Open a file of SD3 or Flux, which may lack components."""
+    config = _with_sampler(file.config(max_sequence_length), scheduler)
+    missing = tuple(name for name in config.components if name not in file.parts)
+    if not missing:
+        config.check()
+    components = file.tensors(config)
+    readers = {name: (lambda part=part: part) for name, part in components.items()}
+    path = file.path
+    return Checkpoint(path.name, str(path), "single file", config, readers, missing=missing)
 
 
 def detect_family(tensors: Tensors, path: Path) -> tuple[str, ...]:
@@ -123,10 +155,10 @@ def read_config(tensors: Tensors, family: str) -> PipelineConfig:
     """Return the family's configuration with the sizes read from the tensors' shapes."""
     named = FAMILIES[family]
     unet = _read_unet(under(tensors, UNET), named.denoiser)
-    vae = _read_vae(under(tensors, VAE), named.autoencoder)
+    vae = read_vae(under(tensors, VAE), named.autoencoder)
     text_encoders = {}
     for name, prefix in text_prefixes(named).items():
-        read = _read_openclip if prefix.endswith("model.") else _read_clip
+        read = _read_openclip if prefix.endswith("model.") else read_clip
         text_encoders[name] = read(under(tensors, prefix), named.text_encoders[name])
     if unet.added is not None:
         ids = named.denoiser.added.num_time_ids
@@ -168,51 +200,12 @@ def _read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
     )
 
 
-def _read_vae(tensors: Tensors, named: AutoencoderConfig) -> AutoencoderConfig:
-    blocks = [
-        (int(match[1]), int(match[2]), tensor.shape[0])
-        for name, tensor in tensors.items()
-        if (match := re.fullmatch(r"encoder\.down\.(\d+)\.block\.(\d+)\.conv1\.weight", name))
-    ]
-    if not blocks:
-        return named  # the file has no VAE: loading it will report the missing tensors
-    widths = {level: width for level, _, width in blocks}
-    quant = tensors.get("post_quant_conv.weight")
-    return replace(
-        named,
-        channels=tuple(widths[level] for level in sorted(widths)),
-        layers_per_block=1 + max(block for _, block, _ in blocks),
-        latent_channels=named.latent_channels if quant is None else quant.shape[0],
-    )
-
-
-def _count(tensors: Tensors, pattern: str) -> int:
-    return len({match[1] for name in tensors if (match := re.match(pattern, name))})
-
-
-def _read_clip(tensors: Tensors, named: TextEncoderConfig) -> TextEncoderConfig:
-    tensors = {canonical_name("text_encoder", name): tensor for name, tensor in tensors.items()}
-    embedding = tensors.get("text_model.embeddings.token_embedding.weight")
-    fc1 = tensors.get("text_model.encoder.layers.0.mlp.fc1.weight")
-    if embedding is None or fc1 is None:
-        return named
-    width = embedding.shape[1]
-    return replace(
-        named,
-        vocab_size=embedding.shape[0],
-        hidden_size=width,
-        intermediate_size=fc1.shape[0],
-        num_layers=_count(tensors, r"text_model\.encoder\.layers\.(\d+)\."),
-        num_heads=max(width // CHANNELS_PER_HEAD, 1),
-    )
-
-
 def _read_openclip(tensors: Tensors, named: TextEncoderConfig) -> TextEncoderConfig:
     embedding = tensors.get("token_embedding.weight")
     fc1 = tensors.get("transformer.resblocks.0.mlp.c_fc.weight")
     if embedding is None or fc1 is None:
         return named
-    width, layers = embedding.shape[1], _count(tensors, r"transformer\.resblocks\.(\d+)\.")
+    width, layers = embedding.shape[1], count(tensors, r"transformer\.resblocks\.(\d+)\.")
     projected = named.projection_dim is not None and "text_projection" in tensors
     return replace(
         named,

@@ -118,7 +118,7 @@ def split(tensors: Tensors, config: PipelineConfig, path: Path) -> dict[str, Ten
     """
     parts = {
         "unet": _unet_names(under(tensors, UNET)),
-        "vae": _vae_names(under(tensors, VAE), config),
+        "vae": vae_names(under(tensors, VAE), config),
     }
     prefixes = text_prefixes(config)
     for name, prefix in prefixes.items():
@@ -157,7 +157,7 @@ def _unet_names(tensors: Tensors) -> dict[str, StoredTensor]:
     return {renamed(name): tensor for name, tensor in tensors.items()}
 
 
-def _vae_names(tensors: Tensors, config: PipelineConfig) -> dict[str, StoredTensor]:
+def vae_names(tensors: Tensors, config: PipelineConfig) -> dict[str, StoredTensor]:
     deepest = len(config.autoencoder.channels) - 1
 
     def renamed(name):
