@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 
 import diffusers
+import keras
 import numpy as np
 import torch
 from PIL import Image
@@ -28,6 +29,28 @@ SCHEDULERS = {
     "pndm": (diffusers.PNDMScheduler, {"skip_prk_steps": True}),
 }
 DETERMINISTIC = ["ddim", "euler", "dpmpp_2m", "pndm"]
+
+
+def drawer(folder, opening=None, **options):
+    """What draws the checkpoint in `folder` on this backend.
+
+    `opening` are options of opening the checkpoint, `options` those that its programs fix.
+    """
+    opening = opening or {}
+    if keras.backend.backend() == "jax":
+        from sd_tf.jax import JaxPipeline, make_mesh
+
+        return JaxPipeline.from_checkpoint(
+            folder / "checkpoint", make_mesh(), "float32", max_steps=12, **options, **opening
+        )
+    from sd_tf.export import ExportOptions, export
+    from sd_tf.runtime.pipeline import Pipeline
+    from sd_tf.weights import open_checkpoint
+
+    options = ExportOptions(max_steps=12, verify="off", **options)
+    export(open_checkpoint(folder / "checkpoint", **opening), folder / "export", options)
+    # Not compiled, which these sizes hardly repay; `test_saved_models` compares the two.
+    return Pipeline.load(folder / "export", jit_compile=False)
 
 
 def psnr(one, other):

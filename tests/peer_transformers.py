@@ -36,7 +36,8 @@ SD3 = {
     "pos_embed_max_size": 12,
     "sample_size": 8,
 }
-SD35 = {**SD3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}
+# Skip-layer guidance leaves out blocks 7 to 9.
+SD35 = {**SD3, "num_layers": 11, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"}
 FLUX = {
     "num_layers": 2,
     "num_single_layers": 2,

@@ -21,7 +21,7 @@ from sd_tf.components.build import component, empty_tokens_of
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.export import ExportOptions, export
 from sd_tf.export.adapters import write_adapters
-from sd_tf.export.modules import Traces, keep_variables, sampler_tables
+from sd_tf.export.modules import TablesBySize, Traces, keep_variables
 from sd_tf.runtime.adapters import SwitchLock
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
 from sd_tf.runtime.parameter import CallError
@@ -113,9 +113,7 @@ def compiled_loop(slots):
     )
     module = tf.Module()
     keep_variables(module, part)
-    endpoint = part.endpoints(geometry.shapes.first, sampler_tables(part), Traces().shared)[
-        "segment"
-    ]
+    endpoint = part.endpoints(geometry.shapes.first, TablesBySize(part), Traces().shared)["segment"]
     inputs = {
         name: tf.zeros([1 if n is None else n for n in spec.shape], spec.dtype)
         for name, spec in endpoint.inputs.items()

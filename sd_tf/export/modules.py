@@ -35,7 +35,7 @@ class ComponentModule(tf.Module):
         self._rewrites, self._jit_compile = rewrites, jit_compile
         self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
         self.eager = {}  # name → the endpoint as a Python function
-        self.tables = sampler_tables(component)
+        self.tables = TablesBySize(component)
         traces = Traces()
         for shape in shapes.all:
             endpoints = component.endpoints(shape, self.tables, traces.shared)
@@ -66,17 +66,8 @@ class ComponentModule(tf.Module):
         self._sign(PLAIN + name, as_png(decode.function), decode.inputs)
 
     def _sign(self, name: str, body, inputs: dict[str, Spec]) -> None:
-        counts_steps = self.tables and "num_steps" in inputs
-        # Every size has the same runs.
-        checks = next(iter(self.tables.values())).checks if counts_steps else None
-        self.endpoints[name] = signed(body, inputs, checks)
-
-
-def sampler_tables(component: Component) -> dict[Size, "SamplerTables"]:
-    """Return the component's tables for TensorFlow, once for all sizes that share them."""
-    default = component.default_scheduler
-    made = {id(packed): SamplerTables(packed, default) for packed in component.tables.values()}
-    return {size: made[id(packed)] for size, packed in component.tables.items()}
+        counts_steps = self.tables.distinct and "num_steps" in inputs
+        self.endpoints[name] = signed(body, inputs, self.tables.checks if counts_steps else None)
 
 
 def keep_variables(module: tf.Module, component: Component) -> None:
@@ -148,6 +139,34 @@ class Traces:
             return self._traced[key](*args, **kwargs)
 
         return call
+
+
+class TablesBySize(tf.Module):
+    """A component's sampler tables, each once for all sizes of pictures that share it."""
+
+    def __init__(self, component: Component):
+        super().__init__()
+        distinct = {id(packed): packed for packed in component.tables.values()}
+        default = component.default_scheduler
+        self.distinct = [SamplerTables(packed, default) for packed in distinct.values()]
+        self._places = {
+            _name(size): list(distinct).index(id(packed))
+            for size, packed in component.tables.items()
+        }
+
+    def get(self, size: Size) -> "SamplerTables | None":
+        """Return the tables of a size; None for a component without a loop."""
+        place = self._places.get(_name(size))
+        return None if place is None else self.distinct[place]
+
+    @property
+    def checks(self) -> Callable:
+        """The assertions about a call's steps, which are the same for all sizes."""
+        return self.distinct[0].checks
+
+
+def _name(size: Size) -> str:
+    return "{}x{}".format(*size)
 
 
 class SamplerTables(tf.Module):

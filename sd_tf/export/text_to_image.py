@@ -12,11 +12,11 @@ import tensorflow as tf
 from sd_tf.components import Spec
 from sd_tf.components.build import Component
 from sd_tf.export.modules import (
+    TablesBySize,
     Traces,
     compiled,
     keep_variables,
     png_files,
-    sampler_tables,
     signed,
 )
 from sd_tf.export.tokenizer import GraphTokenizer
@@ -54,7 +54,7 @@ class TextToImageModule(tf.Module):
         for part in parts.values():
             keep_variables(self, part)
         loop = parts["diffusion_model"]
-        self.tables = sampler_tables(loop)
+        self.tables = TablesBySize(loop)
         self.tokenizers = [
             GraphTokenizer(tables_of(one), one.max_length, manifest.prompt_chunks)
             for one in tokenizers
@@ -114,8 +114,7 @@ class TextToImageModule(tf.Module):
         time_ids = self._time_ids(shape)
 
         def draw(prompt, num_steps, scheduler, negative_prompt=None, **inputs):
-            tables = self.tables[shape.size]
-            checks = tables.checks(num_steps=num_steps, scheduler=scheduler)
+            checks = self.tables.checks(num_steps=num_steps, scheduler=scheduler)
             with tf.control_dependencies(checks):  # before anything else can fail
                 prompt, num_steps, scheduler = map(tf.identity, (prompt, num_steps, scheduler))
             tokens = self._tokens(tf.ensure_shape(prompt, (shape.batch_size,)))

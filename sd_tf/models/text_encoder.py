@@ -90,7 +90,7 @@ class TextTransformer(Block):
 
 
 class TextEncoder(Block):
-    """Maps tokens int32 (B, 77) to {"context": (B, 77, D)}; a projection adds "pooled" (B, P)."""
+    """Maps tokens int32 (B, 77) to {"context": (B, 77, D)}; pooling adds "pooled" (B, P)."""
 
     def __init__(self, config, dtype=None):
         super().__init__(dtype)
@@ -104,7 +104,7 @@ class TextEncoder(Block):
 
     def call(self, tokens):
         text = self.text_model
-        pooling = self.text_projection is not None
+        pooling = self.config.pooled_dim is not None
         context, last = text.encoder(text.embeddings(tokens), need_last=pooling)
         if self.config.context_norm:
             context = text.final_layer_norm(context)
@@ -112,7 +112,9 @@ class TextEncoder(Block):
         if pooling:
             end = ops.one_hot(self.end_position(tokens), tokens.shape[1], dtype=last.dtype)
             row = ops.sum(last * end[:, :, None], axis=1)  # (B, D)
-            outputs["pooled"] = self.text_projection(text.final_layer_norm(row))
+            row = text.final_layer_norm(row)
+            projected = self.text_projection is not None
+            outputs["pooled"] = self.text_projection(row) if projected else row
         return outputs
 
     def end_position(self, tokens):

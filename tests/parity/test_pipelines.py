@@ -28,6 +28,7 @@ from tests.peer_pipelines import (
     channels_first,
     check_pictures,
     check_text_to_image,
+    drawer,
     first_latent,
     pin_noise,
     psnr,
@@ -57,31 +58,7 @@ def pair(request, tmp_path_factory):
     pipeline = peers.random_pipeline(request.param, layers_per_block=1)
     folder = tmp_path_factory.mktemp(request.param)
     pipeline.save_pretrained(folder / "checkpoint")
-    return Pair(pipeline, ours(folder, **FAMILIES[request.param]))
-
-
-def ours(folder, embeddings=(), **options):
-    """What draws the checkpoint in `folder` on this backend."""
-    if keras.backend.backend() == "jax":
-        from sd_tf.jax import JaxPipeline, make_mesh
-
-        return JaxPipeline.from_checkpoint(
-            folder / "checkpoint",
-            make_mesh(),
-            "float32",
-            max_steps=8,
-            embeddings=embeddings,
-            **options,
-        )
-    from sd_tf.export import ExportOptions, export
-    from sd_tf.runtime.pipeline import Pipeline
-    from sd_tf.weights import open_checkpoint
-
-    options = ExportOptions(max_steps=8, verify="off", **options)
-    checkpoint = open_checkpoint(folder / "checkpoint", embeddings=embeddings)
-    export(checkpoint, folder / "export", options)
-    # Not compiled, which these sizes hardly repay; `test_saved_models` compares the two.
-    return Pipeline.load(folder / "export", jit_compile=False)
+    return Pair(pipeline, drawer(folder, **FAMILIES[request.param]))
 
 
 def of(*families):

@@ -15,8 +15,7 @@ from transformers import CLIPTextModelWithProjection
 from sd_tf.weights import open_checkpoint
 from tests import peers
 from tests.embeddings import vectors, write
-from tests.parity.test_pipelines import ours as drawing
-from tests.peer_pipelines import Pair, channels_first, check_pictures, psnr
+from tests.peer_pipelines import Pair, channels_first, check_pictures, drawer, psnr
 
 TOLERANCE = 1e-5  # of the reference's largest value
 PROMPTS = [
@@ -141,7 +140,7 @@ def test_pooled_is_that_of_the_end_token(inverted):
 @pytest.mark.parametrize("inverted", ["sd1"], indirect=True)
 def test_pictures(inverted, tmp_path):
     pipeline, folder, files = inverted
-    drawn = drawing(folder, files, height=64, width=64)
+    drawn = drawer(folder, {"embeddings": files}, height=64, width=64)
     pair = Pair(pipeline, drawn)
     noise = pair.noise(2)
     prompts = ["a <cat> in <wall>", "a cat in wall"]
