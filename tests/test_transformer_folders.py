@@ -163,8 +163,8 @@ def test_length_of_prompts(small_pipelines, family):
                                                r" StableDiffusion3Pipeline"),
         ("flux-dev", {"without": ["text_encoder_2"]}, r"Received: text_encoder_2 for a FluxPipel"),
         ("sd1", {"without": ["text_encoder_3"]}, r"nothing stands for any other .*for a StableDif"),
-        ("sd1", {"max_sequence_length": 256}, r"is for SD3 and Flux, which have a T5 text "
-                                              r"encoder\. Received: 256 for a StableDiffusionPipeline"),
+        ("sd1", {"max_sequence_length": 256}, r"is for SD3 and Flux, which have a T5 "
+                                              r"text encoder\. Received: 256 for a StableDiff"),
         ("sd3", {"max_sequence_length": 513}, r"`max_sequence_length` is 1…512\. Received: 513"),
         ("sd3", {"max_sequence_length": 0}, r"`max_sequence_length` is 1…512\. Received: 0"),
         ("sd3", {"t5_tokenizer": "t5"}, r"`t5_tokenizer` is for single files\. Received: "),
