@@ -42,17 +42,11 @@ class Option:
     repeated: str | None = None  # it may be given several times; how the help shows a value
 
 
-WEIGHTS = (  # which of a source's weights to take
+WEIGHTS = (  # which of a source's weights to take, and what to merge into them
     Option("family", None, "The family of a single SD2 file.", choices=tuple(FAMILIES)),
     Option("variant", None, "Which weights of a folder or of the Hub: fp16, non_ema."),
     Option("revision", None, "Branch, tag or commit on the Hub."),
     Option("ema", False, "Take a single file's averaged UNet weights.", bool),
-)
-OPENING = (
-    Option(
-        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
-    ),
-    *WEIGHTS,
     Option(
         "lora",
         (),
@@ -61,6 +55,12 @@ OPENING = (
         scaled_path,
         repeated="PATH@SCALE",
     ),
+)
+OPENING = (
+    Option(
+        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
+    ),
+    *WEIGHTS,
     Option(
         "embeddings",
         (),

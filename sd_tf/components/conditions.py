@@ -13,7 +13,7 @@ from sd_tf.components.places import Places
 from sd_tf.components.spec import Endpoint, Spec
 from sd_tf.config import PipelineConfig
 from sd_tf.runtime.adapter_places import ADAPTED
-from sd_tf.runtime.call import WEIGHTED
+from sd_tf.runtime.capabilities import WEIGHTED
 from sd_tf.runtime.shapes import Shape
 
 
