@@ -66,6 +66,7 @@ EXPORTING = (
     *("--batch_sizes=1,4", "--sizes=64x64,64x96", "--prompt_chunks=2", "--text_to_image"),
     *("--overwrite", "--family=sd2-v", "--variant=fp16", "--revision=main", "--noema"),
     *("--adapter_slots=2", "--adapter_rank=4", "--adapter_layers=all"),
+    *("--without=text_encoder_3", "--max_sequence_length=77", "--t5_tokenizer=t5"),
     *("--lora=a.safetensors@0.5", "--lora=b@c"),
     *("--embedding=<a>=a.safetensors", "--embeddings=b.safetensors"),
 )

@@ -115,6 +115,26 @@ def test_fetches_only_what_is_read(hub, small_pipelines):
     assert hub.fetched == [], "the second time everything is in the cache"
 
 
+def test_text_encoders_that_are_left_out(hub, small_pipelines):
+    """SD3's T5 is larger than all the rest, and is not downloaded."""
+    import shutil
+
+    from sd_tf.weights import open_checkpoint
+
+    shutil.rmtree(hub.root)
+    shutil.copytree(small_pipelines("sd3")[1], hub.root)
+    checkpoint = open_checkpoint("tiny/sd", without=["text_encoder_3"])
+    assert checkpoint.config.zero_tokens == 256
+    folders = {file.partition("/")[0] for file in hub.fetched}
+    assert folders == {
+        *("model_index.json", "scheduler", "text_encoder", "text_encoder_2", "tokenizer"),
+        *("tokenizer_2", "transformer", "vae"),
+    }
+    hub.shutdown()  # now it comes from the cache, which has no T5
+    hub.server_close()
+    assert open_checkpoint("tiny/sd", without=["text_encoder_3"]).config == checkpoint.config
+
+
 def test_variant_and_shards(hub, small_pipelines):
     import shutil
 

@@ -453,6 +453,8 @@ SLICE = ["--sweep", "--topology", "v5e:2x2"]
         ([*SLICE, "--num_steps", "101"], "--num_steps is 1…100. Received: 101"),
         ([*SLICE, "--num_steps", "0"], "--num_steps is 1…100. Received: 0"),
         (["--sweep", "--ema"], "--ema is for a checkpoint: give --checkpoint."),
+        (["--sweep", "--without", "text_encoder_3"], "text_encoder_3 for the family sd1"),
+        (["--sweep", "--max_sequence_length", "9"], "Received: 9 for the family sd1"),
         (["--sweep", "--embedding", "x"], "--embedding is for a checkpoint: give --checkpoint."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

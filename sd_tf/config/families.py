@@ -198,7 +198,7 @@ def suited_to(config: PipelineConfig) -> dict[str, float]:
 
 
 def has_named_sizes(config: PipelineConfig) -> bool:
-    """Tell whether the networks have exactly the named family's sizes."""
+    """Tell whether the networks have exactly the named family's sizes; one may be left out."""
     named = FAMILIES[family_of(config)]
     return all(
         replace(ours, sample_size=theirs.sample_size) == theirs
@@ -206,8 +206,9 @@ def has_named_sizes(config: PipelineConfig) -> bool:
             (config.denoiser, named.denoiser),
             (config.autoencoder, named.autoencoder),
         )
-    ) and tuple(e.hidden_size for e in config.text_encoders.values()) == tuple(
-        e.hidden_size for e in named.text_encoders.values()
+    ) and all(
+        name in named.text_encoders and encoder.hidden_size == named.text_encoders[name].hidden_size
+        for name, encoder in config.text_encoders.items()
     )
 
 
