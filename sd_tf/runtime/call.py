@@ -406,8 +406,9 @@ def check_image_encoder(manifest: Manifest) -> None:
 
 
 def takes_weights(manifest: Manifest) -> bool:
-    """Return whether the export's text encoder takes weights of a prompt's words."""
-    return WEIGHTED in manifest.components["text_encoder"].signatures
+    """Return whether the export has a text encoder that takes weights of a prompt's words."""
+    encoder = manifest.components.get("text_encoder")
+    return encoder is not None and WEIGHTED in encoder.signatures
 
 
 def check_weights(manifest: Manifest) -> None:
