@@ -17,7 +17,8 @@ def use_of_picture(manifest: Manifest) -> str:
 
 def takes_weights(manifest: Manifest) -> bool:
     """Return whether the export's text encoder takes weights of a prompt's words."""
-    return WEIGHTED in manifest.components["text_encoder"].signatures
+    text_encoder = manifest.components.get("text_encoder")
+    return text_encoder is not None and WEIGHTED in text_encoder.signatures
 
 
 def _used_to(whose: str, *uses: str) -> Condition:

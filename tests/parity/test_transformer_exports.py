@@ -1,0 +1,153 @@
+"""A transformer's export wherever an export is used: verified, compiled, served, in batches."""
+
+import csv
+import io
+import json
+import urllib.request
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd_tf.cli.main import main
+from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.serving.client.client import Client
+from sd_tf.serving.tf_serving.predict import ModelServer, load
+from sd_tf.weights import open_checkpoint
+from tests import peer_transformers
+from tests.fronts import WITH_ENCODER, running_front
+from tests.peer_pipelines import check_pictures, psnr
+from tests.serving_server import grpc_server
+
+LENGTH = 32
+SIZES = ((48, 64), (64, 48))
+PROMPT = "a red bicycle against a wall"
+CALL = {"num_steps": 2, "guidance_scale": 4.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name → a random checkpoint's folder, saved by diffusers."""
+    made = {}
+    for name in ("sd3", "sd3-without-t5", "flux-dev"):
+        made[name] = tmp_path_factory.mktemp(name)
+        peer_transformers.random_pipeline(name).save_pretrained(made[name])
+    return made
+
+
+def opened(folder, **opening):
+    return open_checkpoint(folder, max_sequence_length=LENGTH, **opening)
+
+
+@pytest.fixture(scope="module")
+def exported(folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export") / "flux-dev"
+    options = ExportOptions(sizes=SIZES, max_steps=4, verify="full")
+    export(opened(folders["flux-dev"]), folder, options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(exported):
+    return Pipeline.load(exported, jit_compile=False)
+
+
+def test_verified_and_compiled(exported):
+    """Every size, plain and compiled by XLA, agrees with the models as they are written."""
+    manifest = Manifest.read(exported)
+    for component, figures in manifest.verification.items():
+        compiled = {"saved_model_xla"} - ({"saved_model_xla"} if "text" in component else set())
+        assert compiled <= figures.keys()
+        worst = [found["psnr_db"] for found in figures.values() if isinstance(found, dict)]
+        assert min(worst) >= 90, component
+    assert manifest.further_scales == ("true_guidance_scale",)
+    assert manifest.suited == {"num_steps": 28, "guidance_scale": 3.5, "strength": 0.6}
+
+
+def test_compiled_pictures(exported, pipe):
+    compiled = Pipeline.load(exported)
+    for (height, width), negative in zip(SIZES, (None, "green"), strict=True):
+        further = {} if negative is None else {"true_guidance_scale": 2.0}
+        call = {**CALL, "height": height, "width": width, **further}
+        ours, theirs = (one(PROMPT, negative, **call).images for one in (compiled, pipe))
+        check_pictures(ours, theirs)
+
+
+def test_bfloat16(folders, tmp_path, pipe):
+    options = ExportOptions(sizes=SIZES, max_steps=4, precision="bfloat16", verify="fast")
+    export(opened(folders["flux-dev"]), tmp_path / "narrow", options)
+    narrow = Pipeline.load(tmp_path / "narrow", jit_compile=False)
+    assert psnr(narrow(PROMPT, **CALL).images, pipe(PROMPT, **CALL).images) >= 30
+
+
+def test_http(exported, pipe):
+    """The application's front, and what its page would ask for."""
+    with running_front(exported, WITH_ENCODER) as front:
+        body = {"prompt": PROMPT, "negative_prompt": "green", "true_guidance_scale": 2, **CALL}
+        request = urllib.request.Request(
+            f"http://{front.http}/generate", json.dumps(body).encode(), method="POST"
+        )
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as answer:
+            drawn = np.asarray(Image.open(io.BytesIO(answer.read())))
+        with urllib.request.urlopen(f"http://{front.http}/about") as answer:
+            asked = {field["name"]: field for field in json.load(answer)["fields"]}
+    assert {"true_guidance_scale", "num_steps"} <= asked.keys()
+    assert "skip_layer_guidance_scale" not in asked and "prompt_syntax" not in asked
+    assert asked["num_steps"]["default"] == 4, "28, but the export has only 4"
+    theirs = pipe(PROMPT, "green", true_guidance_scale=2, **CALL).images[0]
+    assert np.abs(drawn.astype(int) - theirs).max() <= 1
+
+
+def test_tensorflow_serving(exported, tmp_path, pipe):
+    """The folder with its warm-up requests, and the client."""
+    assert main(["serve", "tf_serving", "--export_dir", str(exported), "--out", str(tmp_path)]) == 0
+    models = load(exported, Manifest.read(exported).components)
+    server = ModelServer({name: {1: servable} for name, servable in models.items()})
+    with (
+        grpc_server(server) as address,
+        Client(f"grpc://{address}", exported, jit_compile=False) as client,
+    ):
+        drawn = client(PROMPT, **CALL).images
+    check_pictures(drawn, pipe(PROMPT, **CALL).images, floor=60)
+
+
+def test_batch_files(exported, tmp_path, pipe):
+    rows = tmp_path / "prompts.csv"
+    with rows.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "height", "width"])
+        writer.writeheader()
+        writer.writerow({"prompt": PROMPT, "height": 64, "width": 48})
+    given = ["--num_steps", "2", "--guidance_scale", "4", "--seed", "5", "--nojit_compile"]
+    out = tmp_path / "out"
+    command = ["serve", "batch", str(rows), "--export_dir", str(exported), "--out", str(out)]
+    assert main([*command, *given]) == 0
+    [file] = out.rglob("*.png")
+    theirs = pipe(PROMPT, height=64, width=48, **CALL).images[0]
+    assert np.abs(np.asarray(Image.open(file)).astype(int) - theirs).max() <= 1
+
+
+def test_text_to_image(folders, tmp_path):
+    """Without a T5 the whole pipeline is one SavedModel, with it that is refused."""
+    options = ExportOptions(height=48, width=64, max_steps=4, verify="fast", text_to_image=True)
+    with pytest.raises(ExportError, match="for checkpoints whose text encoders are all CLIP"):
+        export(opened(folders["sd3"]), tmp_path / "with", options)
+    manifest = export(opened(folders["sd3-without-t5"]), tmp_path / "without", options)
+    assert manifest.verification["text_to_image"]["saved_model"]["psnr_db"] >= 60
+
+
+def test_refusals(folders, tmp_path, pipe):
+    checkpoint = opened(folders["sd3"])
+    for changes, message in (
+        ({"height": 40}, "The height is a positive multiple of 16. Received: 40"),
+        ({"width": 208}, "The width is at most 192 for this checkpoint. Received: 208"),
+        ({"prompt_chunks": 2}, "Prompts of several chunks are for checkpoints whose context is"),
+        ({"guidance_rescale": 0.5}, "for checkpoints that edit pictures or have a transformer"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            export(checkpoint, tmp_path, replace(ExportOptions(height=48, width=64), **changes))
+    with pytest.raises(ExportError, match="text_encoder takes no weights: it has a T5"):
+        pipe("a (cat:1.3)", prompt_syntax="weighted", **CALL)
