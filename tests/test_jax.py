@@ -381,7 +381,7 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
     generate = ["jax", "generate", "a", "--export_dir", str(tmp_path / "out")]
     generate += ["--num_steps", "2", "--seed", "3", "--out", str(tmp_path / "pictures")]
     assert main([*generate, "--lora", f"{file}@0.5"]) == 1
-    assert "--lora is for a checkpoint: give --checkpoint." in capsys.readouterr().err
+    assert "holds no weights: give --checkpoint." in capsys.readouterr().err
     assert main([*generate, "--checkpoint", str(micro_folder()), "--lora", f"{file}@0.5"]) == 0
     drawn = np.asarray(Image.open(tmp_path / "pictures" / "3.png"))
     np.testing.assert_array_equal(drawn, expected[0])
@@ -390,6 +390,8 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
 def test_a_folder_with_weights_takes_no_others(compiled):
     with pytest.raises(ExportError, match=r"out holds the weights .* leave out `checkpoint`, or c"):
         JaxPipeline.load(compiled, checkpoint=small_folder())
+    with pytest.raises(ExportError, match=r"`lora` is for a checkpoint: give `checkpoint`\."):
+        JaxPipeline.load(compiled, lora=[("a.safetensors", 1.0)])
 
 
 # The commands

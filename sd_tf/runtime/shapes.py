@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from sd_tf.errors import SdTfError
 
-# What a call of the models costs beside its pictures, in pictures: an estimate. SD1.5's batches at
-# 256 px give 0.4 for 1, 2 and 4 pictures, and 0.1 with a batch of 8 (docs/performance.md).
+# What a call of the models costs beside its pictures, in pictures: an estimate, above what SD1.5's
+# batches of 1, 2 and 4 at 256 px gave by the clock (0.4) and by processor time (0.1). How they were
+# measured is in docs/performance.md.
 CALL_COST = 0.5
 SHAPE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})x([1-9]\d{0,6})")
 SIZE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})")
