@@ -25,7 +25,7 @@ PROMPTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--checkpoint", default="stabilityai/stable-diffusion-xl-base-1.0")
     parser.add_argument("--refiner", help="a second checkpoint, which goes over the pictures")
     parser.add_argument("--size", type=int, help="pixels; default: what the checkpoint is for")

@@ -25,7 +25,7 @@ INTO_NOTHING, OVER, PART = (), ("--overwrite",), ("--components=decoder",)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument(

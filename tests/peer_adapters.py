@@ -11,23 +11,30 @@ from safetensors.numpy import load_file, save_file
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TRANSFORMER = (*ATTENTION, "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2")
 BLOCKS = (*TRANSFORMER, "conv1", "conv2", "conv_shortcut", "time_emb_proj", "conv")
+JOINT = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "ff.net.2")
 EVERYWHERE = (*BLOCKS, "conv_in", "conv_out", "linear_1", "linear_2")
 TEXT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 FILE = "pytorch_lora_weights.safetensors"
 
 
 def text_encoders(pipeline):
+    """Return the names of the CLIP text encoders, which adapters may change."""
     names = ("text_encoder", "text_encoder_2")
-    return [name for name in names if getattr(pipeline, name, None) is not None]
+    return [n for n in names if type(getattr(pipeline, n, None)).__name__.startswith("CLIP")]
+
+
+def denoiser(pipeline) -> str:
+    return "unet" if hasattr(pipeline, "unet") else "transformer"
 
 
 def save_lora(
     pipeline, folder: Path, seed: int, targets=ATTENTION, text=TEXT, metadata=True, **config
 ) -> Path:
-    """Save a random LoRA of the pipeline's UNet and text encoders, as diffusers' scripts do."""
+    """Save a random LoRA of the pipeline's denoiser and text encoders, as diffusers' scripts do."""
     torch.manual_seed(seed)
     layers, about = {}, {}
-    chosen = {"unet": targets} | (dict.fromkeys(text_encoders(pipeline), text) if text else {})
+    of_texts = dict.fromkeys(text_encoders(pipeline), text) if text else {}
+    chosen = {denoiser(pipeline): targets} | of_texts
     for name, target_modules in chosen.items():
         model = getattr(pipeline, name)
         settings = LoraConfig(target_modules=list(target_modules), **config)
@@ -58,7 +65,7 @@ def fused(pipeline, adapters, folder: Path) -> Path:
         pipeline.load_lora_weights(file.parent, weight_name=file.name, adapter_name=f"a{number}")
     names = [f"a{number}" for number in range(len(adapters))]
     pipeline.set_adapters(names, [scale for _, scale in adapters])
-    pipeline.fuse_lora()
+    pipeline.fuse_lora(components=[denoiser(pipeline), *text_encoders(pipeline)])
     pipeline.unload_lora_weights()
     pipeline.save_pretrained(folder)
     return folder

@@ -136,9 +136,17 @@ def test_documented_commands_are_accepted(page):
         if words == ["--help"] or set("…[") & set(line):
             continue
         name = next(tuple(words[:n]) for n in (1, 2) if tuple(words[:n]) in entries)
-        parser = argparse.ArgumentParser(prog=line)
+        parser = argparse.ArgumentParser(prog=line, allow_abbrev=False)
         __import__(entries[name].module, fromlist=["add_arguments"]).add_arguments(parser)
         parser.parse_args(words[len(name) :])
+
+
+@pytest.mark.parametrize("words", [("export", "--size=64x64"), ("serve", "load", "--client=1")])
+def test_flags_are_not_abbreviated(words, capsys):
+    """`--size` stays wrong when a flag that begins so is added."""
+    with pytest.raises(SystemExit):
+        main.main(list(words))
+    assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
 
 
 # Messages

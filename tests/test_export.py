@@ -408,7 +408,9 @@ def test_verified_run():
     def chosen(schedule, max_steps):
         tables = pack(schedule, max_steps)
         number = tables.numbers[schedule.sampler]
-        run = verify.run_of(Component("diffusion_model", {}, None, (), tables, number), "full")
+        run = verify.run_of(
+            Component("diffusion_model", {}, None, (), {(64, 64): tables}, number), "full"
+        )
         assert tables.calls[run["scheduler"], run["num_steps"] - 1] > 0
         return int(run["num_steps"])
 
@@ -456,7 +458,7 @@ def test_damaged_exports(copy):
             Pipeline.load(copy)
 
     for changes, message in (
-        ({"format_version": 1}, r"format version 1, this sd_tf reads 6: use the sd_tf"),
+        ({"format_version": 1}, r"format version 1, this sd_tf reads 7: use the sd_tf"),
         ({"extra": 1}, r"missing nothing, unknown \['extra'\]"),
     ):
         path.write_text(json.dumps({**manifest, **changes}))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from PIL import Image
 
 from sd_tf.checkpoints import TINY_FOLDER, make_random
 from sd_tf.cli.main import main
@@ -342,13 +343,13 @@ def test_a_later_format(compiled, tmp_path):
         JaxPipeline.load(tmp_path / "later")
 
 
-def test_shapes_alone_and_weights_later(tmp_path):
+def test_shapes_alone_and_weights_later(tmp_path, capsys):
     """Compiled without weights, it takes those of a checkpoint of its family."""
     config = open_checkpoint(micro_folder()).config
     checkpoint = Checkpoint("shapes", "shapes", "shapes alone", config, {})
     fixed = Fixed(batch_size=1, height=16, width=16, max_steps=2)
     compile_pipeline(checkpoint, fixed, make_mesh(), tmp_path / "out")
-    with pytest.raises(ExportError, match=r"holds no weights: give checkpoint="):
+    with pytest.raises(ExportError, match=r"holds no weights: give `checkpoint`"):
         JaxPipeline.load(tmp_path / "out")
     with pytest.raises(ExportError, match=r"compiled for the family sd1\. Received: sd2-v"):
         JaxPipeline.load(tmp_path / "out", checkpoint=TINY_FOLDER)
@@ -361,7 +362,34 @@ def test_shapes_alone_and_weights_later(tmp_path):
         micro_folder(), None, "float32", batch_size=1, height=16, width=16, max_steps=2
     )
     call = {"num_steps": 2, "seed": 3}
-    assert np.array_equal(loaded("a", **call).images, direct("a", **call).images)
+    plain = direct("a", **call).images
+    assert np.array_equal(loaded("a", **call).images, plain)
+
+    file = lora(tmp_path / "style.safetensors", 1)
+    merged = JaxPipeline.from_checkpoint(
+        micro_folder(),
+        None,
+        "float32",
+        batch_size=1,
+        height=16,
+        width=16,
+        max_steps=2,
+        lora=[(file, 0.5)],
+    )
+    expected = merged("a", **call).images
+    assert not np.array_equal(expected, plain)
+    generate = ["jax", "generate", "a", "--export_dir", str(tmp_path / "out")]
+    generate += ["--num_steps", "2", "--seed", "3", "--out", str(tmp_path / "pictures")]
+    assert main([*generate, "--lora", f"{file}@0.5"]) == 1
+    assert "--lora is for a checkpoint: give --checkpoint." in capsys.readouterr().err
+    assert main([*generate, "--checkpoint", str(micro_folder()), "--lora", f"{file}@0.5"]) == 0
+    drawn = np.asarray(Image.open(tmp_path / "pictures" / "3.png"))
+    np.testing.assert_array_equal(drawn, expected[0])
+
+
+def test_a_folder_with_weights_takes_no_others(compiled):
+    with pytest.raises(ExportError, match=r"out holds the weights .* leave out `checkpoint`, or c"):
+        JaxPipeline.load(compiled, checkpoint=small_folder())
 
 
 # The commands

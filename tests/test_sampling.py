@@ -110,7 +110,7 @@ def test_loop_walks_the_table(sampler):
     def rows(i, variant):
         return ops.take(ops.take(table, i, axis=0), variant, axis=0)
 
-    def predict(sample, timestep):
+    def predict(sample, timestep, call):
         return ops.matmul(sample, ops.convert_to_tensor(matrix.astype("float32"))) + ops.sin(
             timestep
         )

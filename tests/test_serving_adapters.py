@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,9 +14,11 @@ from PIL import Image
 from playwright.sync_api import expect
 
 from sd_tf.cli.main import main
+from sd_tf.export.adapters import write_adapters
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.serving.client import Client
+from sd_tf.serving.load import MIXTURES, mixtures
 from tests.fronts import ask, running_front
 from tests.micro_adapters import adapter_files, written_export
 from tests.page_browser import PATIENCE, chromium, opened
@@ -74,6 +77,30 @@ def test_each_picture_of_a_load_has_its_own_mixture(front, pipe):
         assert differ(picture, expected) <= 1, (seed, mixture)
     plain = pipe(PROMPT, seed=0, **CALL).images[0]
     assert differ(pipe(PROMPT, seed=0, adapters={"style": 0.5}, **CALL).images[0], plain) > 3
+
+
+def test_the_load_command_asks_for_mixtures(front, tmp_path):
+    """It finds nothing wrong with the export's own adapters, and something with others."""
+    exchanged = shutil.copytree(written_export(), tmp_path / "exchanged")
+    write_adapters(exchanged, {"style": adapter_files()["third"]})
+    arguments = ["--url", f"http://{front.http}", "--num_steps", "2", "--seconds", "2"]
+    arguments += ["--clients", "5", "--adapters", ",".join(adapter_files())]
+    for folder, status in ((written_export(), 0), (exchanged, 1)):
+        path = tmp_path / f"{folder.name}.json"
+        compared = ["--export_dir", str(folder), "--json", str(path)]
+        assert main(["serve", "load", *arguments, *compared]) == status
+        (record,) = json.loads(path.read_text())
+        assert 5 <= record["compared"] <= record["pictures"] and record["failed"] == 0
+        assert (record["wrong"] > 0) == bool(status)
+    assert main(["serve", "load", *arguments, "--adapters", "other", "--seconds", "1"]) == 1
+
+
+def test_the_mixtures_of_a_load():
+    found = mixtures(["one", "two"])
+    assert found[0] == () and len(found) == MIXTURES == len(mixtures(["one", "two"]))
+    assert found == mixtures(["one", "two"]) and mixtures([]) == [()]
+    assert {name for mixture in found for name, _ in mixture} == {"one", "two"}
+    assert {len(mixture) for mixture in found} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

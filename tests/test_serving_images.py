@@ -493,7 +493,7 @@ def test_what_does_not_reach_a_model(client):
             415,
             "unsupported_media_type",
         ),
-        (lambda: client.images.create_variation(image=OPAQUE), 415, "unsupported_media_type"),
+        (lambda: client.images.create_variation(image=OPAQUE), 404, "not_found"),
         (lambda: client.images.generate(prompt="a" * (25 << 20)), 413, "request_too_large"),
         (lambda: client.images.edit(image=b"a" * (25 << 20), prompt="a"), 413, "request_too_large"),
     ):
@@ -593,6 +593,19 @@ def test_pages_of_other_sites_send_no_forms(front):
             assert content["error"]["message"] and content["error"]["type"]
     for path in ("/generate", "/v1/images/generations", "/v1/models/decoder:predict"):
         assert post(front, body, path, headers=bearer)[0] == 415
+
+
+def test_variations_are_not_offered(front):
+    """Whatever the body, the answer says what there is; nothing reads the body."""
+    path, body = "/v1/images/variations", form(("image", OPAQUE))
+    for kind, headers in ((FORM, None), (FORM, {}), ("application/json", {}), ("", {})):
+        status, content = post(front, body, path, kind, headers)
+        assert status == 404
+        assert content["error"]["message"] == (
+            "There is no /v1/images/variations. There are /v1/images/generations and "
+            "/v1/images/edits."
+        )
+    assert post(front, body, path, FORM, {"origin": "https://evil.example"})[0] == 403
 
 
 def test_forms_are_let_in_on_one_path():

@@ -110,6 +110,23 @@ def test_a_load_of_mixed_sizes(front, tmp_path):
     assert main(["serve", "load", *arguments, "--clients", "1", "--sizes", "16x32"]) == 1
 
 
+def test_the_button_hides_no_field_in_use(front):
+    """The size is seen at once, and a field that is reached by the keyboard scrolls up."""
+    with chromium() as browser, opened(browser, f"http://{front.http}/") as (page, _):
+        expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+
+        def space_below(name):
+            box = page.locator(name).bounding_box()
+            return page.locator("#generate").bounding_box()["y"] - box["y"] - box["height"]
+
+        assert space_below("#size") > 0
+        page.locator("#random").uncheck()
+        page.locator("#size").focus()
+        while page.evaluate("document.activeElement.id") != "seed":
+            page.keyboard.press("Tab")
+        assert space_below("#seed") > 0
+
+
 def test_only_the_chosen_shapes_are_warmed_up(monkeypatch):
     called = []
     run = Servable.run

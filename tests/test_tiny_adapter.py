@@ -9,6 +9,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from sd_tf.checkpoints import ADAPTERS, TINY_FOLDER, embedded_adapter
+from sd_tf.cli.arguments import scaled_path
+from sd_tf.cli.main import main
 from sd_tf.files.tensors import CheckpointError
 from sd_tf.training import tiny_adapter, world
 from sd_tf.training.data import World
@@ -69,3 +71,15 @@ def test_training_one_anew(tmp_path):
     found = load_file(tiny_adapter.train("moon", tmp_path, recipe=recipe))
     shipped = load_file(embedded_adapter("moon"))
     assert {n: v.shape for n, v in found.items()} == {n: v.shape for n, v in shipped.items()}
+
+
+def test_commands_know_the_embedded_adapters_names(capsys):
+    message = "The embedded adapters are tiny:outline, tiny:moon. Received: 'tiny:sun'"
+    assert main(["weights", "tiny:sun"]) == 1
+    assert message in capsys.readouterr().err
+    for flag in ("--lora=tiny:sun@0.5", "--lora=tiny:sun"):
+        with pytest.raises(SystemExit):
+            main(["export", flag])
+        assert message in capsys.readouterr().err
+    assert scaled_path("tiny:moon@0.5") == (embedded_adapter("moon"), 0.5)
+    assert scaled_path("a@b") == ("a@b", 1.0)

@@ -1,5 +1,6 @@
 """Read adapter files: every tensor has its place in the model, or the error names the culprit."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from sd_tf.files.tensors import (
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 MOST_SHOWN = 3  # wrong layers in a message
+# What a fused layer's LoRA says of each of its layers, and what has rows for all of them.
+SHARED_IF_FUSED, DIVIDED_IF_FUSED = ("down", "alpha"), ("up", "bias")
 
 Place = tuple[str, str]  # component and module
 
@@ -141,13 +144,17 @@ class AdapterFile:
             if part is None or spelled is None:
                 unknown.append(key)
                 continue
-            place = spelled.component, spelled.module
-            other = keys.setdefault((*place, part), key)
-            if other != key:
-                raise AdapterError(
-                    f"{self.path}: {other} and {key} are for the same place of the model."
-                )
-            parts.setdefault(place, {})[part] = tensor
+            shapes = [layers[spelled.component][module] for module in spelled.modules]
+            for module, piece in zip(
+                spelled.modules, self._pieces(key, part, tensor, shapes), strict=True
+            ):
+                place = spelled.component, module
+                other = keys.setdefault((*place, part), key)
+                if other != key:
+                    raise AdapterError(
+                        f"{self.path}: {other} and {key} are for the same place of the model."
+                    )
+                parts.setdefault(place, {})[part] = piece
             conventions.add(spelled.convention)
         if unknown:
             raise AdapterError(
@@ -155,6 +162,22 @@ class AdapterFile:
                 f"layer of the model: {shortened(unknown, MOST_SHOWN)}."
             )
         return parts, conventions
+
+    def _pieces(self, key: str, part: str, tensor: StoredTensor, shapes) -> list[StoredTensor]:
+        """Divide a fused layer's tensor among its layers, which share its inputs."""
+        if len(shapes) == 1 or part in SHARED_IF_FUSED:
+            return [tensor] * len(shapes)
+        ends = list(itertools.accumulate(shape[0] for shape in shapes))
+        if part not in DIVIDED_IF_FUSED:
+            raise AdapterError(
+                f"{self.path}: {key} is for a layer that is {len(shapes)} layers here, which only "
+                f"LoRA can change. Merge it in the program that it was made for."
+            )
+        if tensor.shape[0] != ends[-1]:
+            raise AdapterError(
+                f"{self.path}: {key} must have {ends[-1]} rows. Received: {list(tensor.shape)}"
+            )
+        return [tensor.rows(end - shape[0], end) for shape, end in zip(shapes, ends, strict=True)]
 
     def _change(self, place: Place, found: Parts, shape) -> tuple[float | None, Change]:
         """Return a layer's alpha, if there is one, and its change."""

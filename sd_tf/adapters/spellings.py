@@ -9,20 +9,24 @@ from typing import NamedTuple
 
 from sd_tf.adapters.errors import AdapterError
 from sd_tf.config.original_names import original_names
+from sd_tf.config.original_transformer_names import original_modules
 
 Layers = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Component → its modules by diffusers' names → the shape of each one's weight, as PyTorch has it.
 
-The component is "unet", "text_encoder" or "text_encoder_2"; a module is, for example,
+The component is "unet", "transformer" or a text encoder; a module is, for example,
 "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q".
 """
 
-KOHYA = {  # component → the prefix of its layers
-    "unet": "lora_unet_",
-    "text_encoder": "lora_te_",
-    "text_encoder_2": "lora_te2_",
+KOHYA = {  # component → the prefixes of its layers
+    "unet": ("lora_unet_",),
+    "transformer": ("lora_unet_", "lora_transformer_"),
+    "text_encoder": ("lora_te_",),
+    "text_encoder_2": ("lora_te2_",),
+    "text_encoder_3": ("lora_te3_",),
 }
-KOHYA_FIRST_OF_TWO = "lora_te1_"
+KOHYA_FIRST_OF_TWO = ("lora_te1_",)
+ORIGINAL = "diffusion_model."  # the prefix of a transformer's original names
 PEFT_PREFIX = "base_model.model."
 TEXT_PREFIX = "text_model."  # transformers 5 leaves it out
 # Ends of modules' names, and what they were in diffusers' attention processors.
@@ -39,10 +43,10 @@ TEXT_PROCESSORS = tuple(
 
 
 class Place(NamedTuple):
-    """A layer, and the convention that spells it so."""
+    """A layer, or layers that are fused in the original release, and the convention of the name."""
 
     component: str
-    module: str
+    modules: tuple[str, ...]
     convention: str
 
 
@@ -63,23 +67,28 @@ def spellings(layers: Layers, is_peft: bool = False) -> dict[str, Place]:
         for component, modules in layers.items():
             for module in modules:
                 for name in module_names(module):
-                    add(PEFT_PREFIX + name, Place(component, module, "PEFT"))
+                    add(PEFT_PREFIX + name, Place(component, (module,), "PEFT"))
         return found
     for component, modules in layers.items():
-        is_unet = component == "unet"
-        originals = original_names(modules) if is_unet else {}
-        prefix = KOHYA.get(component)
+        prefixes = KOHYA.get(component, ())
         if component == "text_encoder" and "text_encoder_2" in layers:
-            prefix = KOHYA_FIRST_OF_TWO
+            prefixes = KOHYA_FIRST_OF_TWO
+
+        def kohya(name, places, convention, component=component, prefixes=prefixes):
+            for prefix in prefixes:
+                add(prefix + name.replace(".", "_"), Place(component, places, convention))
+
         for module in modules:
             for name, convention in _dotted(component, module):
-                add(name, Place(component, module, convention))
-            for name, convention in (
-                (module, "kohya"),
-                (originals.get(module), "kohya, the UNet by its original names"),
-            ):
-                if prefix is not None and name is not None:
-                    add(prefix + name.replace(".", "_"), Place(component, module, convention))
+                add(name, Place(component, (module,), convention))
+            kohya(module, (module,), "kohya")
+        if component == "unet":
+            for module, name in original_names(modules).items():
+                kohya(name, (module,), "kohya, the UNet by its original names")
+        if component == "transformer":
+            for name, places in original_modules(modules).items():
+                kohya(name, places, "kohya, the transformer by its original names")
+                add(ORIGINAL + name, Place(component, places, "the original names"))
     return found
 
 
@@ -91,9 +100,10 @@ def module_names(module: str) -> tuple[str, ...]:
 
 def _dotted(component: str, module: str) -> Iterator[tuple[str, str]]:
     is_unet = component == "unet"
+    is_denoiser = component in ("unet", "transformer")
     for name in module_names(module):
         yield f"{component}.{name}", "diffusers"
-        if is_unet:
+        if is_denoiser:
             yield name, "diffusers without a component's name"
         for end, processor in UNET_PROCESSORS if is_unet else TEXT_PROCESSORS:
             if name.endswith(end):

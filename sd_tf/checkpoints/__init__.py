@@ -3,6 +3,7 @@
 from sd_tf.checkpoints.embedded import (
     ADAPTERS,
     CONFIG,
+    DIT_CONFIG,
     EDITOR,
     EDITOR_FOLDER,
     EMBEDDED,
@@ -15,6 +16,7 @@ from sd_tf.checkpoints.random import make_random
 __all__ = [
     "ADAPTERS",
     "CONFIG",
+    "DIT_CONFIG",
     "EDITOR",
     "EDITOR_FOLDER",
     "EMBEDDED",

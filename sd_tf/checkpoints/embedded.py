@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from sd_tf.config import FAMILIES, PipelineConfig
+from sd_tf.config import FAMILIES, MMDiTConfig, PipelineConfig
 from sd_tf.files.tensors import CheckpointError
 
 TINY, EDITOR = "tiny", "tiny-edit"
@@ -50,4 +50,34 @@ CONFIG = PipelineConfig(
         _SD1.autoencoder, channels=(24, 48, 64), layers_per_block=1, norm_groups=8, sample_size=64
     ),
     schedule=replace(_SD1.schedule, prediction="v_prediction", sampler="ddim"),
+).check()
+
+# The transformer has the texts and latents of `tiny`. diffusers gives it the outputs of two text
+# encoders, each of which has a layer above the one that the context is taken from, and a projection
+# of the pooled text: the first one's change nothing, and the second encoder's outputs are zeros.
+_TEXT, _CAPTION = CONFIG.text_encoders["text_encoder"], 32  # no caption has more than 23 tokens
+_SD3_TEXT = replace(_TEXT, context_layer=2, context_norm=False, max_length=_CAPTION)
+_NO_TEXT = replace(
+    _SD3_TEXT, hidden_size=4, intermediate_size=4, num_layers=1, num_heads=1, projection_dim=4
+)
+DIT_CONFIG = PipelineConfig(
+    {
+        "text_encoder": replace(_SD3_TEXT, num_layers=4, projection_dim=96),
+        "text_encoder_2": _NO_TEXT,
+    },
+    denoiser=MMDiTConfig(
+        in_channels=4,
+        out_channels=4,
+        num_layers=7,
+        num_heads=4,
+        head_dim=32,
+        context_dim=100,
+        pooled_dim=100,
+        max_patches=8,
+        qk_norm=True,
+        sample_size=16,
+    ),
+    autoencoder=CONFIG.autoencoder,  # its scaling factor depends on the weights
+    schedule=replace(FAMILIES["sd3-medium"].schedule, shift=2.0),
+    zero_tokens=256,
 ).check()

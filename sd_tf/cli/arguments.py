@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sd_tf.files.tensors import CheckpointError
-from sd_tf.runtime.shapes import Shape, ShapeError, Size, parse_shapes, parse_sizes
+from sd_tf.errors import SdTfError
+from sd_tf.runtime.shapes import Shape, Size, parse_shapes, parse_sizes
 
 TOKEN_VARIABLE = "SD_TF_TOKEN"  # noqa: S105, its name alone
 TOKEN_EPILOG = f"A server's key or token is read from the environment variable {TOKEN_VARIABLE}."
@@ -89,7 +89,7 @@ def shapes(text: str) -> tuple[Shape, ...]:
 def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     try:
         return parse(text)
-    except ShapeError as error:
+    except SdTfError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
@@ -103,16 +103,17 @@ def named_path(text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
     if not name or not path:
         raise argparse.ArgumentTypeError(f"NAME=PATH. Received: {text!r}")
-    return name, Path(place_of_adapter(path))
+    return name, Path(_parsed(place_of_adapter, path))
 
 
 def scaled_path(text: str) -> tuple[str | Path, float]:
     """Parse PATH@SCALE; without a number behind the last @, all of it is the path."""
-    path, _, scale = text.rpartition("@")
+    path, _, number = text.rpartition("@")
     try:
-        return place_of_adapter(path), float(scale)
+        scale = float(number)
     except ValueError:
-        return place_of_adapter(text), 1.0
+        path, scale = text, 1.0
+    return _parsed(place_of_adapter, path), scale
 
 
 def place_of_adapter(path: str) -> str | Path:
@@ -121,10 +122,7 @@ def place_of_adapter(path: str) -> str | Path:
         return path
     from sd_tf.checkpoints import embedded_adapter
 
-    try:
-        return embedded_adapter(path)
-    except CheckpointError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return embedded_adapter(path)
 
 
 def token() -> str | None:

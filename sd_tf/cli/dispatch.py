@@ -47,7 +47,7 @@ def dispatch(
 ) -> int:
     """Parse the arguments, run the command that they name, and return its exit status."""
     silence_libraries()
-    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser = argparse.ArgumentParser(prog=program, description=about, allow_abbrev=False)
     try:
         chosen, its_parser, extra = _add(parser, commands, list(argv))
     except _MissingError as error:
@@ -118,7 +118,9 @@ def _add(parser, commands: Mapping[str, Command | Group], argv: list[str], extra
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     chosen = None, parser, None
     for name, entry in commands.items():
-        sub = parsers.add_parser(name, help=entry.summary, description=entry.summary)
+        sub = parsers.add_parser(
+            name, help=entry.summary, description=entry.summary, allow_abbrev=False
+        )
         if name not in argv[:1]:
             continue
         if isinstance(entry, Group):

@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     wanted = read_wanted(options)
-    weights = {}
+    weights = {name: value for name, value in chosen(options, WEIGHTS).items() if value}
     if options.checkpoint is not None:
-        weights = {"checkpoint": place_of(options.checkpoint), **chosen(options, WEIGHTS)}
+        weights["checkpoint"] = place_of(options.checkpoint)
     pipe = JaxPipeline.load(options.export_dir, **weights)
     for name, path in options.load_adapter:
         pipe.load_adapter(name, path)

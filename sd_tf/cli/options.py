@@ -42,7 +42,7 @@ class Option:
     repeated: str | None = None  # it may be given several times; how the help shows a value
 
 
-WEIGHTS = (  # which of a source's weights to take, and for how long prompts
+WEIGHTS = (  # which of a source's weights to take, for how long prompts, and what to merge
     Option("family", None, "The family of a single SD2 file.", choices=tuple(FAMILIES)),
     Option("variant", None, "Which weights of a folder or of the Hub: fp16, non_ema."),
     Option("revision", None, "Branch, tag or commit on the Hub."),
@@ -64,12 +64,6 @@ WEIGHTS = (  # which of a source's weights to take, and for how long prompts
         None,
         "Folder with T5's tokenizer (tokenizer.json or spiece.model), which a single file lacks.",
     ),
-)
-OPENING = (
-    Option(
-        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
-    ),
-    *WEIGHTS,
     Option(
         "lora",
         (),
@@ -78,6 +72,12 @@ OPENING = (
         scaled_path,
         repeated="PATH@SCALE",
     ),
+)
+OPENING = (
+    Option(
+        "scheduler", None, "The default scheduler. Default: the checkpoint's.", choices=SAMPLERS
+    ),
+    *WEIGHTS,
     Option(
         "embeddings",
         (),

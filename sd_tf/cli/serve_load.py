@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from sd_tf.cli.arguments import TOKEN_EPILOG, add_json, report, sizes, token, write_json
+from sd_tf.cli.arguments import TOKEN_EPILOG, add_json, names, report, sizes, token, write_json
 from sd_tf.serving.load import LoadOptions, measure_load
 
 
@@ -24,13 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.sizes,
         help="sizes of the pictures, asked for in turn (default: the application's first)",
     )
+    parser.add_argument(
+        "--adapters",
+        type=names,
+        metavar="NAME,NAME",
+        default=defaults.adapters,
+        help="adapters in the export's places, asked for in random mixtures",
+    )
+    parser.add_argument(
+        "--export_dir",
+        help="the application's export: pictures are also compared with what it draws here",
+    )
     add_json(parser)
     parser.epilog = TOKEN_EPILOG
 
 
 def run(options: argparse.Namespace) -> int:
-    names = [field.name for field in dataclasses.fields(LoadOptions) if field.name != "token"]
-    chosen = LoadOptions(**{name: getattr(options, name) for name in names}, token=token())
+    fields = [field.name for field in dataclasses.fields(LoadOptions) if field.name != "token"]
+    chosen = LoadOptions(**{name: getattr(options, name) for name in fields}, token=token())
     records = measure_load(chosen, report)
     write_json(options.json, records)
     return int(any(record["wrong"] or record["failed"] for record in records))

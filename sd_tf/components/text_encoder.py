@@ -12,7 +12,7 @@ from sd_tf.components.places import Places
 from sd_tf.components.spec import Endpoint, Spec
 from sd_tf.config import PipelineConfig, T5EncoderConfig, TextEncoderConfig
 from sd_tf.runtime.adapter_places import ADAPTED
-from sd_tf.runtime.call import WEIGHTED
+from sd_tf.runtime.capabilities import WEIGHTED
 
 # (tokens by input, scales where there are places for adapters) → contexts of CLIP and of T5, pooled
 Read = Callable[..., tuple[list, list, list]]

@@ -41,11 +41,11 @@ SAMPLERS = {
     "unipc": SamplerSpec("unipc", "linspace"),
     "lms": SamplerSpec("lms", "linspace"),
     "lcm": SamplerSpec("lcm"),
+    "kerascv": SamplerSpec("kerascv"),
+    "kerascv-2022": SamplerSpec("kerascv-2022"),
     "flow_euler": SamplerSpec("euler", "flow"),
     "flow_heun": SamplerSpec("heun", "flow"),
     "flow_dpmpp_2m": SamplerSpec("dpmpp_2m", "flow"),
-    "kerascv": SamplerSpec("kerascv"),
-    "kerascv-2022": SamplerSpec("kerascv-2022"),
 }
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from sd_tf.components.build import Component
-from sd_tf.runtime.call import WEIGHTED, Call
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.capabilities import WEIGHTED
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr

@@ -147,6 +147,7 @@ class JaxPipeline(Chain):
         start = time.perf_counter()
         folder = Path(folder)
         compiled = artifacts.Compiled.read(folder)
+        _check_source(folder, compiled, checkpoint, opening)
         manifest, tokenizers = open_export(folder)
         manifest.check_files(folder)
         if mesh is None:
@@ -157,15 +158,28 @@ class JaxPipeline(Chain):
         programs = artifacts.load_programs(folder, compiled, mesh, fallback)
         if compiled.has_weights:
             weights = artifacts.load_weights(folder, compiled, mesh)
-        elif checkpoint is not None:
-            weights = _weights_of_checkpoint(checkpoint, opening, compiled, manifest, mesh)
         else:
-            raise ExportError(
-                f"{folder} was compiled from shapes alone and holds no weights: give checkpoint=..."
-            )
+            weights = _weights_of_checkpoint(checkpoint, opening, compiled, manifest, mesh)
         stages = JaxRunner(manifest, programs, weights)
         layers = layers_of(folder, manifest)
         return cls(manifest, [stages], tokenizers, time.perf_counter() - start, layers)
+
+
+def _check_source(folder: Path, compiled: artifacts.Compiled, checkpoint, opening: dict) -> None:
+    """Refuse a source of weights where the folder has its own, and its lack where it has none."""
+    if compiled.has_weights and checkpoint is not None:
+        raise ExportError(
+            f"{folder} holds the weights that it was compiled with: leave out `checkpoint`, or "
+            f"compile again."
+        )
+    if checkpoint is None:
+        if not compiled.has_weights:
+            raise ExportError(
+                f"{folder} was compiled from shapes alone and holds no weights: give `checkpoint`."
+            )
+        for name, value in opening.items():
+            if value:
+                raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
 
 
 def _weights_of_checkpoint(

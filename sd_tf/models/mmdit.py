@@ -3,6 +3,7 @@
 Esser et al. 2024, "Scaling Rectified Flow Transformers".
 """
 
+import numpy as np
 from keras import ops
 
 from sd_tf.models.joint import FinalNorm, JointBlock, TimeTextEmbed
@@ -55,18 +56,24 @@ class MMDiT(Block):
         self.norm_out = FinalNorm(width, dtype)
         self.proj_out = dense(width, config.patch_size**2 * config.out_channels, dtype=dtype)
 
-    def call(self, latents, timesteps, context, pooled, skipped=()):
+    def call(self, latents, timesteps, context, pooled, skipped=(), counts=None):
         """Predict: latents (B, h, w, C), timesteps (B,), context (B, M, D) → (B, h, w, C).
 
         Args:
             pooled: the pooled texts (B, P).
             skipped: the blocks that are left out.
+            counts: numbers (M,) of equal tokens, as many as each token of the context stands for.
+                The result is the one of all of them, as they stay equal through all blocks.
         """
         embedding = self.time_text_embed(timesteps, pooled)
         x, texts = self.pos_embed(latents), self.context_embedder(context)
+        bias = None
+        if counts is not None:  # in a softmax, n equal scores s are one of s + ln n
+            counts = np.array([(*counts, *[1] * x.shape[1])], "float32")
+            bias = ops.convert_to_tensor(np.log(counts))
         for i, block in enumerate(self.transformer_blocks):
             if i not in skipped:
-                x, texts = block(x, texts, embedding)
+                x, texts = block(x, texts, embedding, bias=bias)
         x = self.proj_out(self.norm_out(x, embedding))
         return self.unpatched(x, *latents.shape[1:3])
 

@@ -13,58 +13,36 @@ from typing import Any
 
 import numpy as np
 
-from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.capabilities import (
+    ADAPTED,
+    EDITS,
+    EDITS_OR_PAINTS,
+    GUIDED,
+    PAINTS,
+    PLAIN,
+    SIZED,
+    SKIPPING,
+    START,
+    STARTS_OR_PAINTS,
+    SYNTAXES,
+    TARGET_SIZED,
+    TRULY_GUIDED,
+    WEIGHING,
+    WEIGHTED,
+    check_image_encoder,
+    check_weights,
+    use_of_picture,
+)
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.parameter import NONE, CallError, Condition, Kind, Parameter, parameter
 from sd_tf.runtime.shapes import ShapeError, Size
 
-# The uses of a picture that comes with the prompt.
-START, EDIT, PAINT = "start", "edit", "paint"
-USE_OF_LATENT_INPUTS = {"none": START, "image": EDIT, "mask_and_image": PAINT}
 MOST_CHARACTERS = 10_000  # of a prompt
 STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
-# How prompts are read. The second is also the name of the text encoder's endpoint that it needs.
-PLAIN, WEIGHTED = SYNTAXES = ("plain", "weighted")
 MOST_GUIDANCE = 1_000_000
 MOST_ADAPTED = 100  # times an adapter
 GRAY, WHITE = 128, 255
 SIDES = ("height", "width")
-
-
-def use_of_picture(manifest: Manifest) -> str:
-    """Return what a picture that comes with the prompt is for: START, EDIT or PAINT."""
-    return USE_OF_LATENT_INPUTS[manifest.latent_inputs]
-
-
-def _used_to(whose: str, *uses: str) -> Condition:
-    return Condition(whose, lambda manifest: use_of_picture(manifest) in uses)
-
-
-STARTS_OR_PAINTS = _used_to(
-    "checkpoints that start from a picture or paint inside a mask", START, PAINT
-)
-EDITS = _used_to("checkpoints that edit a picture by instruction (InstructPix2Pix)", EDIT)
-PAINTS = _used_to("checkpoints that paint inside a mask (inpainting)", PAINT)
-EDITS_OR_PAINTS = _used_to(
-    "checkpoints that edit a picture by instruction or paint inside a mask", EDIT, PAINT
-)
-SIZED = Condition("checkpoints of the SDXL family", lambda manifest: manifest.time_ids > 0)
-TARGET_SIZED = Condition(
-    "checkpoints of the SDXL family, its refiner excepted", lambda manifest: manifest.time_ids == 6
-)
-WEIGHING = Condition("exports that take weights", lambda manifest: takes_weights(manifest))
-ADAPTED = Condition(
-    "exports with places for adapters (--adapter_slots)",
-    lambda manifest: manifest.adapters.slots > 0,
-)
-GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
-TRULY_GUIDED = Condition(
-    "Flux exports with guidance by a negative prompt",
-    lambda manifest: "true_guidance_scale" in manifest.further_scales,
-)
-SKIPPING = Condition(
-    "SD3.5 exports that can leave out blocks",
-    lambda manifest: "skip_layer_guidance_scale" in manifest.further_scales,
-)
 
 
 def _suited(name: str, otherwise: Any) -> Callable[[Manifest], Any]:
@@ -395,28 +373,6 @@ def blank_pictures(manifest: Manifest, shape: Size) -> dict[str, np.ndarray]:
         Kind.MASK: np.full(shape, WHITE, "uint8"),
     }
     return {one.name: blank[one.kind] for one in needed_pictures(manifest)}
-
-
-def check_image_encoder(manifest: Manifest) -> None:
-    """Refuse an export that cannot encode pictures."""
-    if "image_encoder" not in manifest.components:
-        raise ExportError(
-            "The export has no image_encoder, which an image needs. Export that component, too."
-        )
-
-
-def takes_weights(manifest: Manifest) -> bool:
-    """Return whether the export's text encoder takes weights of a prompt's words."""
-    return WEIGHTED in manifest.components["text_encoder"].signatures
-
-
-def check_weights(manifest: Manifest) -> None:
-    """Refuse an export whose text encoder takes no weights."""
-    if not takes_weights(manifest):
-        raise ExportError(
-            "The export's text_encoder takes no weights, because an older sd_tf made it. Export "
-            "again, or leave out `prompt_syntax`."
-        )
 
 
 def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size: Size) -> Any:

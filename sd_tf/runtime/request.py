@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sd_tf.runtime.adapter_places import ADAPTER_SCALES, AdapterPlaces
-from sd_tf.runtime.call import EDIT, Call, use_of_picture
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.capabilities import EDIT, use_of_picture
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.sampling.tables import start_row

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sd_tf.runtime.adapter_places import ADAPTED
-from sd_tf.runtime.call import EDIT, WEIGHTED, use_of_picture
+from sd_tf.runtime.capabilities import EDIT, WEIGHTED, use_of_picture
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request

@@ -164,6 +164,15 @@ def flow_sigmas(schedule: ScheduleConfig, num_steps: int) -> np.ndarray:
     return 1.0 - (1.0 - sigma) * ((1.0 - schedule.shift_terminal) / (1.0 - sigma[-1]))
 
 
+def training_levels(schedule: ScheduleConfig) -> Level:
+    """Return the levels of all timesteps of training, the noisiest last."""
+    count = schedule.num_train_timesteps
+    if not schedule.is_flow:
+        return _level_of_abar(abar(schedule))
+    sigma = _shifted(schedule, np.arange(1, count + 1) / count)
+    return Level(1.0 - sigma, sigma)
+
+
 # Grids: the timesteps that a walk visits, and their levels
 
 

@@ -1,21 +1,23 @@
 """Measure how much load a running application takes.
 
 A number of clients ask at once, each for the next picture when it has one. Every answer is compared
-with the first one for its seed and size, so that a mixed-up picture is counted, not averaged away.
-Two pictures are the same if they differ by rounding alone, which can depend on the place in a
-batch.
+with the first one for its seed, size and mixture of adapters, and this one, if wanted, with what
+`Pipeline` draws; so a mixed-up picture is counted, not averaged away. Two pictures are the same if
+they differ by rounding alone, which can depend on the place in a batch.
 """
 
 import base64
 import http.client
 import io
 import json
+import random
 import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
@@ -24,7 +26,8 @@ from PIL import Image
 from sd_tf.runtime.shapes import Size
 from sd_tf.serving.tf_serving import ServingError
 
-SEEDS = 16  # different pictures that are asked for
+SEEDS = 16  # of the pictures that are asked for
+MIXTURES, SCALES = 24, (-0.5, 0.5, 1.0)  # of adapters: so many, with scales out of these
 ROUNDING = 1  # of 255 levels
 BUSY_PAUSE = 0.2  # seconds after an answer of "busy"
 MOST_CLIENTS, LONGEST = 256, 600.0
@@ -41,6 +44,8 @@ class LoadOptions:
     num_steps: int = 20
     guidance_scale: float = 4.0
     sizes: Sequence[Size] = ()  # asked for in turn; none: the application's first
+    adapters: Sequence[str] = ()  # in the export's places; asked for in random mixtures
+    export_dir: str | None = None  # the application's export, for a comparison with `Pipeline`
     token: str | None = field(default=None, repr=False)  # the application's key
 
     def check(self) -> SplitResult:
@@ -59,14 +64,21 @@ class LoadOptions:
 def measure_load(options: LoadOptions, report: Callable[[str], None]) -> list[dict]:
     """Measure with each number of clients in turn, and report a line for each."""
     url = options.check()
+    differing = None if options.export_dir is None else _reference(options)
     records, first = [], {}
     for clients in options.clients:
-        record = measure(url, options, clients, first)
+        known = set(first)
+        record, compared = measure(url, options, clients, first), ""
+        if differing is not None:
+            new = {asked: picture for asked, picture in first.items() if asked not in known}
+            record["compared"] = len(new)
+            record["wrong"] += differing(new)
+            compared = f"{len(new)} compared with Pipeline's, "
         records.append(record)
         report(
             f"{clients:3d} clients: {record['pictures_per_second']:6.2f} pictures/s, "
             f"p50 {_seconds(record['p50'])}, p95 {_seconds(record['p95'])}, "
-            f"{record['pictures']} pictures, {record['busy']} refused as busy, "
+            f"{record['pictures']} pictures, {compared}{record['busy']} refused as busy, "
             f"{record['wrong']} wrong, {record['failed']} failed"
         )
     return records
@@ -76,14 +88,66 @@ def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} s"
 
 
-Asked = tuple[int, Size | None]  # a seed and a size
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for besides the prompt, which is the same for all."""
+
+    seed: int
+    size: Size | None = None  # None: the application's first
+    mixture: tuple[tuple[str, float], ...] = ()  # (an adapter's name, its scale)
+
+    def call(self, options: LoadOptions) -> dict[str, Any]:
+        """Return the parameters of the call."""
+        call = {
+            "prompt": options.prompt,
+            "num_steps": options.num_steps,
+            "guidance_scale": options.guidance_scale,
+            "seed": self.seed,
+        }
+        if self.size is not None:
+            call["height"], call["width"] = self.size
+        if self.mixture:
+            call["adapters"] = dict(self.mixture)
+        return call
+
+
+def mixtures(names: Sequence[str]) -> list[tuple[tuple[str, float], ...]]:
+    """Draw mixtures of adapters at random, the same ones in every run; the first has none."""
+    rng, found = random.Random(0), [()]
+    while names and len(found) < MIXTURES:
+        taken = rng.sample(list(names), rng.randint(1, len(names)))
+        found.append(tuple((name, rng.choice(SCALES)) for name in taken))
+    return found
+
+
+def _reference(options: LoadOptions) -> Callable[[dict[Asked, np.ndarray]], int]:
+    """Return a function that counts the pictures that `Pipeline` draws otherwise."""
+    from sd_tf.runtime.pipeline import Pipeline  # TensorFlow, which nothing else here needs
+
+    pipe = Pipeline.load(options.export_dir)
+
+    def differing(pictures: dict[Asked, np.ndarray]) -> int:
+        alike = defaultdict(list)  # what may share a batch
+        for asked in pictures:
+            alike[asked.size, asked.mixture].append(asked)
+        count = 0
+        for group in alike.values():
+            call = group[0].call(options)
+            call["prompt"] = [options.prompt] * len(group)
+            call["seed"] = [asked.seed for asked in group]
+            images = pipe(**call).images.astype("int16")
+            drawn = dict(zip(group, images, strict=True))
+            count += sum(not _is_same(pictures[asked], drawn[asked]) for asked in group)
+        return count
+
+    return differing
 
 
 @dataclass
 class Seen:
     """What the clients of one measurement have seen together."""
 
-    first: dict[Asked, np.ndarray]  # the picture that was given for a seed and size
+    first: dict[Asked, np.ndarray]  # the picture that was given for the first to ask
     seconds: list[float] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -116,26 +180,20 @@ def measure(url, options: LoadOptions, clients: int, first: dict[Asked, np.ndarr
 def _ask(url, options: LoadOptions, number: int, start: float, seen: Seen) -> None:
     """Ask as one client until the time is over."""
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=LONGEST)
-    asked, sizes = number, options.sizes or (None,)
+    count, sizes, mixed = number, options.sizes or (None,), mixtures(options.adapters)
+    rng, path = random.Random(number), f"{url.path.rstrip('/')}/generate"
     while time.perf_counter() - start < options.seconds:
-        seed, size = asked % SEEDS, sizes[(asked + asked // SEEDS) % len(sizes)]
-        body = {
-            "prompt": options.prompt,
-            "num_steps": options.num_steps,
-            "guidance_scale": options.guidance_scale,
-            "seed": seed,
-        }
-        if size is not None:
-            body["height"], body["width"] = size
+        size = sizes[(count + count // SEEDS) % len(sizes)]
+        asked = Asked(count % SEEDS, size, rng.choice(mixed))
+        body = json.dumps(asked.call(options)).encode()
         begun = time.perf_counter()
-        path = f"{url.path.rstrip('/')}/generate"
-        status, content = post(connection, path, json.dumps(body).encode(), options.token)
+        status, content = post(connection, path, body, options.token)
         taken = time.perf_counter() - begun
         picture = _picture_in(content) if status == 200 else None
         if picture is not None:
-            asked += 1
+            count += 1
             with seen.lock:
-                expected = seen.first.setdefault((seed, size), picture)
+                expected = seen.first.setdefault(asked, picture)
                 seen.seconds.append(taken)
                 seen.counts["wrong"] += not _is_same(picture, expected)
         else:

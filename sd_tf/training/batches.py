@@ -74,12 +74,21 @@ class LatentBatches(Batches):
         first_timestep: int = 0,
         host: Host = ALONE,
         time_ids: np.ndarray | None = None,  # (N, 6), where the denoiser takes them
+        uniform: bool | None = None,
     ):
-        """Set up the batches; `first_timestep` is the lowest noise level that is used."""
+        """Set up the batches.
+
+        Args:
+            first_timestep: the lowest noise level that is used.
+            uniform: draw all noise levels equally often, not those in the middle more often. None:
+                not for a flow (Esser et al. 2024, section 3.1), otherwise yes.
+        """
         super().__init__(source, part_of_batch(settings, host), settings.seed, host=host)
         self.latents, self.tokenize = latents, tokenize
         self.scale = config.autoencoder.latent_scale
         self.timesteps = noise_levels(first_timestep, config)
+        is_uniform = not config.schedule.is_flow if uniform is None else uniform
+        self._spread = spread_timesteps if is_uniform else logit_normal_timesteps
         self.caption_dropout = caption_dropout
         self.time_ids, self.drops_to_zeros = time_ids, config.zero_empty_negative
 
@@ -92,7 +101,7 @@ class LatentBatches(Batches):
             "" if without else self.source.caption(index, epoch)
             for (index, epoch), without in zip(examples, dropped, strict=True)
         ]
-        timesteps = spread_timesteps(draws, size, self.timesteps)
+        timesteps = self._spread(draws, size, self.timesteps)
         indices = [index for index, _ in examples]
         latents = self.latents[indices]
         batch = {
@@ -167,4 +176,10 @@ def spread_timesteps(draws: np.random.Generator, size: int, among: range) -> np.
     draws.
     """
     places = (draws.permutation(size) + draws.random(size)) / size
+    return (among.start + places * len(among)).astype("int32")
+
+
+def logit_normal_timesteps(draws: np.random.Generator, size: int, among: range) -> np.ndarray:
+    """Draw timesteps from the range whose logits are normally distributed over its length."""
+    places = 1.0 / (1.0 + np.exp(-draws.standard_normal(size)))
     return (among.start + places * len(among)).astype("int32")

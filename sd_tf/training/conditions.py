@@ -44,7 +44,7 @@ def time_ids(config: PipelineConfig, source: Source, cache: Path) -> np.ndarray 
     They are the original height and width, the corner that was cut off after scaling (top, left),
     and the size in training. The original sizes are kept in the folder `cache`.
     """
-    if config.denoiser.added is None:
+    if not config.denoiser.num_time_ids:
         return None
     file = cache / SIZES
     if not file.is_file():
@@ -59,6 +59,6 @@ def time_ids(config: PipelineConfig, source: Source, cache: Path) -> np.ndarray 
 
 def same_time_ids(config: PipelineConfig, height: int, width: int) -> np.ndarray | None:
     """Return the numbers (1, 6) of a picture that is drawn whole, or None for other families."""
-    if config.denoiser.added is None:
+    if not config.denoiser.num_time_ids:
         return None
     return np.array([[height, width, 0, 0, height, width]], "float32")

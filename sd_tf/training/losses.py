@@ -2,6 +2,7 @@
 
 import contextvars
 from collections.abc import Sequence
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -12,7 +13,7 @@ from sd_tf.components.text_encoder import CLIP_TOKENS, reader_of
 from sd_tf.config import END_TOKEN, LatentScale, PipelineConfig
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import Block, ResnetBlock, dense
-from sd_tf.sampling.schedules import abar
+from sd_tf.sampling.schedules import training_levels
 
 
 class Autoencoding(Block):
@@ -35,56 +36,83 @@ class Autoencoding(Block):
         return loss, {"loss": loss, "psnr": psnr, "kl": divergence}
 
 
-class Denoising(Block):
-    """The denoiser's loss: the squared error of the predicted noise or v.
+# Prediction → what the denoiser is to give, of the levels α and σ, the latents and the noise.
+TARGETS = {
+    "epsilon": lambda alpha, sigma, x0, noise: noise,
+    "v_prediction": lambda alpha, sigma, x0, noise: alpha * noise - sigma * x0,
+    "flow": lambda alpha, sigma, x0, noise: noise - x0,
+}
 
-    Noise levels are weighted by min(SNR, `min_snr`) (Hang et al. 2023), or equally if that is None.
-    Without text encoders, the batch holds their outputs.
+
+def _clip_tokens(config: PipelineConfig) -> int:
+    return max(encoder.max_length for encoder in config.clip_encoders.values())
+
+
+class Denoising(Block):
+    """The denoiser's loss: the squared error of the predicted noise, v or flow.
+
+    Noise levels are weighted by min(SNR, `min_snr`) (Hang et al. 2023), or equally if that is None
+    and for a flow. Without text encoders, the batch holds their outputs.
     """
 
     def __init__(
         self,
-        unet,
+        denoiser,
         text_encoders: Sequence[keras.layers.Layer],
         config: PipelineConfig,
         min_snr: float | None = 5.0,
     ):
         super().__init__()
-        self.unet = unet
+        self.denoiser = denoiser
         self.text_encoders = list(text_encoders)
         self.config, schedule = config, config.schedule
         self.prediction = schedule.prediction
-        signal = abar(schedule).astype("float64")
-        snr = signal / (1.0 - signal)
-        weight = np.ones_like(snr) if min_snr is None else np.minimum(snr, min_snr)
-        if min_snr is not None:  # that weight is for errors of x_0; these are of v or the noise
-            weight = weight / (snr + 1.0 if self.prediction == "v_prediction" else snr)
-        self.alpha, self.sigma, self.weight = (
-            x.astype("float32") for x in (np.sqrt(signal), np.sqrt(1.0 - signal), weight)
+        level = training_levels(schedule)
+        weight = np.ones_like(level.signal)
+        if min_snr is not None and not schedule.is_flow:
+            snr = (level.signal / level.noise) ** 2
+            # min(SNR, …) is for errors of x_0; these are of v or the noise.
+            weight = np.minimum(snr, min_snr) / (
+                snr + 1.0 if self.prediction == "v_prediction" else snr
+            )
+        # What the model is told: a flow's level, which need not be a whole timestep.
+        told = np.arange(len(weight))
+        if schedule.is_flow:
+            told = schedule.num_train_timesteps * level.noise
+        self.alpha, self.sigma, self.weight, self.told = (
+            x.astype("float32") for x in (level.signal, level.noise, weight, told)
         )
+        self.more, self.conditioned = {}, config
+        if config.zero_tokens:  # they are computed once
+            self.conditioned = replace(config, zero_tokens=1)
+            self.more["counts"] = (*[1] * _clip_tokens(config), config.zero_tokens)
 
     def call(self, batch):
         """Compute the loss.
 
         batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or (B, encoders, 77),
-        or else context (B, 77, D) and SDXL's pooled (B, P). Optionally: beside (B, h, w, C'), which
-        the denoiser gets beside the noisy latents; time_ids (B, 6); has_text (B,), 1.0, or 0.0 to
-        give zeros for the text; weights (B,), factors of the examples' losses.
+        or else context (B, 77, D) and pooled (B, P) of the families that have it. Optionally:
+        beside (B, h, w, C'), which the denoiser gets beside the noisy latents; time_ids (B, 6);
+        has_text (B,), 1.0, or 0.0 to give zeros for the text; weights (B,), factors of the
+        examples' losses.
         """
         timesteps = batch["timesteps"]
 
+        def of_step(table):
+            return ops.take(ops.convert_to_tensor(table), timesteps)
+
         def at(table):
-            return ops.reshape(ops.take(ops.convert_to_tensor(table), timesteps), (-1, 1, 1, 1))
+            return ops.reshape(of_step(table), (-1, 1, 1, 1))
 
         latents, noise = batch["latents"], batch["noise"]
         alpha, sigma = at(self.alpha), at(self.sigma)
         noisy = alpha * latents + sigma * noise
         if "beside" in batch:
             noisy = ops.concatenate([noisy, batch["beside"]], axis=-1)
-        output = ops.cast(self.unet(noisy, timesteps, **self.conditions(batch)), "float32")
-        target = noise
-        if self.prediction == "v_prediction":
-            target = alpha * noise - sigma * latents
+        told = of_step(self.told) if self.config.schedule.is_flow else timesteps
+        given = {**self.conditions(batch), **self.more}
+        output = ops.cast(self.denoiser(noisy, told, **given), "float32")
+        target = TARGETS[self.prediction](alpha, sigma, latents, noise)
         squared = ops.square(output - target)
         weight = at(self.weight)
         if "weights" in batch:
@@ -99,7 +127,7 @@ class Denoising(Block):
             encoders = dict(zip(self.config.text_encoders, self.text_encoders, strict=True))
             read = reader_of(encoders, self.config)
             texts = Texts(*read(**{CLIP_TOKENS: batch["tokens"]}))
-            text = conditioner_of(self.config).conditions(self.config, texts)
+            text = conditioner_of(self.config).conditions(self.conditioned, texts)
         if "has_text" in batch:
             text = {
                 name: x * ops.reshape(batch["has_text"], (-1,) + (1,) * (len(x.shape) - 1))

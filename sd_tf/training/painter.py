@@ -10,6 +10,7 @@ from keras import ops
 from sd_tf.components.build import component
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.components.guidance import EDITED, IMAGE_SCALE, SCALE
+from sd_tf.components.text_encoder import CLIP_TOKENS
 from sd_tf.config import PipelineConfig
 from sd_tf.models.branches import Branches, branches
 from sd_tf.runtime.pictures import to_model
@@ -63,11 +64,10 @@ class Painter:
     def _drawn(self, prompts, num_steps, scales, height, width, edited) -> np.ndarray:
         fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
         geometry = geometry_of(self.config, fixed)
+        empty_tokens = {CLIP_TOKENS: self.tokenize([""])}
 
         def run(name, **inputs):
-            part = component(
-                name, self.config, geometry, "float32", self.tokenize([""]), self._model
-            )
+            part = component(name, self.config, geometry, "float32", empty_tokens, self._model)
             return part.endpoints(geometry.shapes.first)["serving_default"].function(**inputs)
 
         inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenize(prompts)))

@@ -1,6 +1,6 @@
 """Train the embedded checkpoint in the tiny world: autoencoder, then text encoder and UNet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training import world
 from sd_tf.training.batches import LatentBatches, PictureBatches, ReadingBatches
+from sd_tf.training.conditions import Tokenize
 from sd_tf.training.data import World
 from sd_tf.training.initial_weights import initialize
 from sd_tf.training.latents import CACHE, cached_latents
@@ -24,12 +25,16 @@ from sd_tf.training.settings import Averaging, Settings
 from sd_tf.training.trainer import Run, alone_in
 from sd_tf.weights import save_folder
 
+Models = Mapping[str, keras.layers.Layer]  # by component
 VOCABULARY_SCENES = 4000  # scenes from whose captions the words of the world are collected
 
 
 @dataclass(frozen=True)
 class Draws:
-    """A stage that trains text encoder and UNet together, on noisy latents of captioned scenes."""
+    """A stage that trains the denoiser on noisy latents of captioned scenes.
+
+    It trains the text encoders, too, unless they are frozen.
+    """
 
     settings: Settings
     min_snr: float | None = None  # None: all noise levels have equal weights
@@ -37,9 +42,11 @@ class Draws:
     things: int | None = None  # use only scenes with that number of things
     complete: bool = False  # use captions that leave nothing out
     caption_dropout: float = 0.1
+    uniform: bool = True  # draw all noise levels equally often
 
-    def loss(self, text_encoder, unet, config) -> Denoising:
-        return Denoising(unet, [text_encoder], config, self.min_snr)
+    def loss(self, models: Models, config: PipelineConfig) -> Denoising:
+        encoders = [models[name] for name in config.text_encoders]
+        return Denoising(models[config.denoiser.component], encoders, config, self.min_snr)
 
     def batches(self, pictures: World, latents, config, tokenize) -> LatentBatches:
         source = replace(pictures, complete=self.complete)
@@ -54,6 +61,7 @@ class Draws:
             tokenize,
             self.caption_dropout,
             self.first_timestep,
+            uniform=self.uniform,
         )
 
 
@@ -63,8 +71,8 @@ class Reads:
 
     settings: Settings
 
-    def loss(self, text_encoder, unet, config) -> Reading:
-        return Reading(text_encoder, tuple(world.QUESTIONS.values()))
+    def loss(self, models: Models, config: PipelineConfig) -> Reading:
+        return Reading(models["text_encoder"], tuple(world.QUESTIONS.values()))
 
     def batches(self, pictures: World, latents, config, tokenize) -> ReadingBatches:
         return ReadingBatches(replace(pictures, complete=True), self.settings, tokenize)
@@ -224,20 +232,34 @@ def train_denoiser(recipe, pictures: World, latents, vae, folder: Path, report):
     tokenizer = ClipTokenizer.clip(config.text_encoders["text_encoder"].pad_token_id)
     text_encoder = build(recipe, "text_encoder", first, token_ids=vocabulary(pictures, tokenizer))
     unet = build(recipe, "unet", first)
-    prompts = [text for things in (1, 2) for text, _ in world.prompts(18, "train", things)]
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    painter = Painter(config, models, tokenizer)
+    run_stages(recipe, models, pictures, latents, tokenizer, folder, report)
+    return text_encoder, unet, tokenizer
+
+
+def run_stages(
+    recipe,
+    models: Models,
+    pictures: World,
+    latents: np.ndarray,
+    tokenize: Tokenize,
+    folder: Path,
+    report: Callable[[str], None],
+) -> None:
+    """Run a recipe's stages of the denoiser, each in a folder of its own."""
+    config = recipe.config
+    prompts = [text for things in (1, 2) for text, _ in world.prompts(18, "train", things)]
+    painter = Painter(config, models, tokenize)
     for number, phase in enumerate(recipe.denoiser, start=1):
         stage = folder / f"denoiser-{number}"
-        loss = phase.loss(text_encoder, unet, config)
-        batches = phase.batches(pictures, latents, config, tokenizer)
+        loss = phase.loss(models, config)
+        batches = phase.batches(pictures, latents, config, tokenize)
 
         def sample(step, stage=stage):
             contact_sheet(painter.draw(prompts)).save(stage / f"{step:06d}.png")
 
         begun = recipe.record(stages=number)
         Run(loss, batches, phase.settings, stage, report, sample, depends_on=begun).train()
-    return text_encoder, unet, tokenizer
 
 
 def vocabulary(pictures: World, tokenizer: ClipTokenizer) -> np.ndarray:

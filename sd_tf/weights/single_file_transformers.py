@@ -19,6 +19,7 @@ from sd_tf.config import (
     T5EncoderConfig,
     TextConfig,
 )
+from sd_tf.config.original_transformer_names import FINAL, FLUX, LAST_TEXTS, MMDIT, Names
 from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
 from sd_tf.weights import diffusers_pipelines
 from sd_tf.weights.diffusers import canonical_names
@@ -32,7 +33,7 @@ from sd_tf.weights.single_file_names import (
     vae_names,
 )
 from sd_tf.weights.single_file_sizes import CHANNELS_PER_HEAD, count, read_clip, read_vae
-from sd_tf.weights.single_file_transformer_names import FLUX, MMDIT, Names, renamed
+from sd_tf.weights.single_file_transformer_names import renamed
 from sd_tf.weights.texts import check_left_out, with_texts
 
 CLIP_L, CLIP_G, T5 = (
@@ -139,10 +140,10 @@ class TransformerFile:
     def _named(self, name: str, part, config: PipelineConfig) -> dict[str, StoredTensor]:
         tensors = self.parts[name]
         if name == config.denoiser.component:
-            swapped = {"final_layer.adaLN_modulation.1"}
+            swapped = {FINAL}
             if isinstance(part, MMDiTConfig):
                 last = part.num_layers - 1
-                swapped.add(f"joint_blocks.{last}.context_block.adaLN_modulation.1")
+                swapped.add(f"joint_blocks.{last}.{LAST_TEXTS}")
             return renamed(tensors, self.layout.names, part.hidden_size, swapped)
         if name == AUTOENCODER:
             return canonical_names(name, part, vae_names(tensors, config))

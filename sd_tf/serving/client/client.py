@@ -15,7 +15,7 @@ import numpy as np
 
 from sd_tf.errors import SdTfError
 from sd_tf.runtime import retry
-from sd_tf.runtime.call import PLAIN
+from sd_tf.runtime.capabilities import PLAIN
 from sd_tf.runtime.chain import NEEDED, Chain, open_export
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, Manifest
 from sd_tf.runtime.parameter import CallError

@@ -15,6 +15,7 @@ SHORTEST_KEY = 16  # characters
 SCHEME = "bearer"
 JSON, FORM = "application/json", "multipart/form-data"
 FORM_PATHS = ("/v1/images/edits",)  # whose bodies are forms; all others are JSON
+MISSING_PATHS = ("/v1/images/variations",)  # where clients send forms that nothing here reads
 PORTS = {"http": 80, "https": 443}  # that browsers leave out of an origin
 # Paths without secrets, which answer without the key: the page itself, and whether the server runs.
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready")
@@ -44,6 +45,8 @@ class Access:
         Its browser asks before it sends JSON, and before it sends the header `Authorization`, but
         not before it sends a form. So a form needs that header, whether there is a key or not.
         """
+        if path in MISSING_PATHS:
+            return
         wanted = FORM if path in FORM_PATHS else JSON
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != wanted:

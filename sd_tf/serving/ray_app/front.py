@@ -10,7 +10,7 @@ import ray
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
-from sd_tf.runtime.call import use_of_picture
+from sd_tf.runtime.capabilities import use_of_picture
 from sd_tf.serving.devices import see_reserved_gpus
 from sd_tf.serving.ray_app.access import Access
 from sd_tf.serving.ray_app.admission import BODIES, Room, Slots

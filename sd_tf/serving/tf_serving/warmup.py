@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
-from sd_tf.runtime.call import takes_weights
+from sd_tf.runtime.capabilities import takes_weights
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape, Size

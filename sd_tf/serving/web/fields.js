@@ -20,7 +20,8 @@ export const isFile = (field) => field.kind === "picture" || field.kind === "mas
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
 
-// Order: pictures and the fields that go with them, texts, small fields, adapters, the seed last.
+// Order: pictures and the fields that go with them, texts, the size and the other small fields,
+// adapters, the seed last.
 export function build(fields) {
   const pictures = fields.filter(goesWithFile);
   const others = fields.filter((field) => !goesWithFile(field));
@@ -28,7 +29,9 @@ export function build(fields) {
   const seeds = others.filter((field) => field.kind === "seed");
   const mixtures = others.filter((field) => field.kind === "mixture");
   const wide = [...texts, ...mixtures, ...seeds];
-  const small = others.filter((field) => !wide.includes(field));
+  const rest = others.filter((field) => !wide.includes(field));
+  const sizes = rest.filter((field) => field.kind === "size");
+  const small = [...sizes, ...rest.filter((field) => !sizes.includes(field))];
   return [
     ...(pictures.length > 0 ? [pair([...pictures.map(fieldOf), chosenPicture()])] : []),
     ...texts.map(fieldOf),

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from sd_tf.runtime.call import PAINT, use_of_picture
+from sd_tf.runtime.capabilities import PAINT, use_of_picture
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.pictures import PictureError, open_alpha, open_picture
 from sd_tf.runtime.png import METADATA
