@@ -46,11 +46,13 @@ class Inverted(dict):
                 self[f"{module}.{name}"] = halves_swapped(value) if swap else value
 
     def finished(self):
-        assert not self.state, f"left: {list(self.state)}"
+        left = list(self.state)
+        assert not left
         return dict(self)
 
 
 def sd3_to_original(state):
+    last = max(int(name.split(".")[1]) for name in state if name.startswith("transformer_blocks."))
     state = Inverted(state)
     state["pos_embed"] = state.state.pop("pos_embed.pos_embed")
     state.take("x_embedder.proj", "pos_embed.proj")
@@ -58,7 +60,6 @@ def sd3_to_original(state):
     for theirs, ours in (("t_embedder", "timestep_embedder"), ("y_embedder", "text_embedder")):
         for number, layer in ((0, 1), (2, 2)):
             state.take(f"{theirs}.mlp.{number}", f"time_text_embed.{ours}.linear_{layer}")
-    last = peer_transformers.SD3["num_layers"] - 1
     for i in range(last + 1):
         block, ours = f"joint_blocks.{i}", f"transformer_blocks.{i}"
         x, context = f"{block}.x_block", f"{block}.context_block"
