@@ -64,9 +64,7 @@ COMMANDS = {
                 "sd_tf.cli.train_eval_edits",
                 "measure how often an export edits as instructed, and changes no more",
             ),
-            "tiny_dit": Command(
-                "sd_tf.cli.train_tiny_dit", "train the embedded transformer anew"
-            ),
+            "tiny_dit": Command("sd_tf.cli.train_tiny_dit", "train the embedded transformer anew"),
             "tiny_adapter": Command(
                 "sd_tf.cli.train_tiny_adapter", "train an adapter of the embedded checkpoint anew"
             ),

@@ -67,9 +67,7 @@ class Painter:
         empty_tokens = {CLIP_TOKENS: self.tokenize([""])}
 
         def run(name, **inputs):
-            part = component(
-                name, self.config, geometry, "float32", empty_tokens, self._model
-            )
+            part = component(name, self.config, geometry, "float32", empty_tokens, self._model)
             return part.endpoints(geometry.shapes.first)["serving_default"].function(**inputs)
 
         inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenize(prompts)))
