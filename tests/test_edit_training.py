@@ -201,7 +201,7 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines):
     scale = max(p.grad.abs().max().item() for p in parameters.values())
     assert len(gradients) == len(parameters)
     by_variable = dict(zip((id(v) for v in loss.trainable_variables), gradients, strict=True))
-    for path, slot in layout.slots(loss.denoising.unet).items():
+    for path, slot in layout.slots(loss.denoising.denoiser).items():
         with keras.StatelessScope([(slot.variable, by_variable[id(slot.variable)])]):
             ours = slot.stored().reshape(parameters[path].shape)
         assert np.abs(ours - parameters[path].grad.numpy()).max() <= 1e-3 * scale, path
@@ -258,7 +258,7 @@ def test_gradient_checkpointing_changes_no_gradient():
     batch["context"] = draws.standard_normal((4, 77, 16), "float32")
     batch |= {"timesteps": np.arange(4, dtype="int32"), "has_picture": np.ones(4, "float32")}
     before, value = micro.gradients_of(loss, batch)
-    recomputed(loss.denoising.unet)
+    recomputed(loss.denoising.denoiser)
     after, again = micro.gradients_of(loss, batch)
     assert again == pytest.approx(value, rel=1e-6)
     for one, other in zip(before, after, strict=True):

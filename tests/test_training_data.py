@@ -652,7 +652,7 @@ def test_a_prior_has_its_own_examples_and_noise():
 
     loss = micro.denoising()
     examples, of_class = (micro.latent_batch(micro.CONFIG, 2, step) for step in (0, 1))
-    loss.unet.conv_out.bias.assign([0.1, 0.2, 0.3, 0.4])
+    loss.denoiser.conv_out.bias.assign([0.1, 0.2, 0.3, 0.4])
     batch = PriorBatches(lambda step: examples, lambda step: of_class, 0.25)(0)
     expected = float(loss(examples)[0]) + 0.25 * float(loss(of_class)[0])
     assert float(loss(batch)[0]) == pytest.approx(expected, rel=1e-5)

@@ -7,9 +7,11 @@ from sd_tf.cli.train_run import picture_size
 from sd_tf.config import FAMILIES
 from sd_tf.training.settings import PRECISIONS, Settings
 
+TRAINED = [name for name, family in FAMILIES.items() if family.denoiser.conditioner != "flux"]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", choices=FAMILIES, required=True, help="from shapes alone")
+    parser.add_argument("--family", choices=TRAINED, required=True, help="from shapes alone")
     parser.add_argument("--topology", required=True, help="a TPU slice, like v5e:2x2")
     parser.add_argument("--size", type=int, help="pixels; default: the family's own")
     parser.add_argument("--batch_size", type=int, required=True, help="of all chips together")

@@ -85,7 +85,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gradient_checkpointing",
         action="store_true",
-        help="compute the UNet's blocks again for the gradients: less memory, more time",
+        help="compute the denoiser's blocks again for the gradients: less memory, more time",
     )
     parser.add_argument(
         "--jit_compile",

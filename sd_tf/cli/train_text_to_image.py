@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--caption_column", help="where it is not 'text'")
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
     parser.add_argument("--caption_dropout", type=float, default=0.1)
-    parser.add_argument("--min_snr", action=Switch, default=True, help="weight losses by min-SNR")
+    parser.add_argument(
+        "--min_snr",
+        action=Switch,
+        default=True,
+        help="weight losses by min-SNR; those of flow matching have equal weights",
+    )
     parser.add_argument(
         "--prior_data",
         help="pictures of the same class, like --data, of which nothing is to be forgotten",

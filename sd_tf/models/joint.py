@@ -227,7 +227,7 @@ class JointBlock(Block):
             x = x + gate * self.attn2(modulated(n, scale, shift))
         x = _fed(x, self.ff, *of_ff[:3])
         if self.ff_context is None:
-            return x, None
+            return x, texts
         return x, within_range(_fed(texts + gate_c * h_c, self.ff_context, *of_ff_c))
 
 

@@ -22,6 +22,7 @@ class PatchEmbed(Block):
         width = config.hidden_size
         self.proj = strided_conv(config.in_channels, width, dtype, size=patch, stride=patch)
         self.pos_embed = Table((1, self.side**2, width), dtype)
+        self.pos_embed.trainable = False  # fixed sinusoids
 
     def call(self, latents):
         x = self.proj(latents)  # (B, h, w, D)

@@ -18,13 +18,18 @@ Tokenize = Callable[[Sequence[str]], np.ndarray]
 
 def check_trainable(config: PipelineConfig) -> None:
     """Raise unless text-to-image training knows all that the denoiser takes."""
-    added, guidance = config.denoiser.added, config.denoiser.guidance_embed_dim
-    is_refiner = added is not None and added.num_time_ids != 6
-    if config.latent_inputs != "none" or guidance is not None or is_refiner:
+    denoiser = config.denoiser
+    is_known = denoiser.conditioner != "flux" and denoiser.num_time_ids in (0, 6)
+    if config.latent_inputs != "none" or denoiser.is_told_guidance or not is_known:
         raise TrainingError(
-            "Text-to-image training takes a checkpoint of SD1, SD2 or SDXL base, which must not be "
-            "distilled for guidance (LCM), nor take a picture or a mask. "
+            "Text-to-image training takes a checkpoint of SD1, SD2, SDXL base or SD3, which must "
+            "not be distilled for guidance (LCM), nor take a picture or a mask. "
             f"Received: {family_of(config)}"
+        )
+    if config.t5_encoders:
+        raise TrainingError(
+            "SD3 is trained with its CLIP text encoders alone: open it --without="
+            f"{next(iter(config.t5_encoders))}, its T5, in place of which it takes zeros"
         )
 
 

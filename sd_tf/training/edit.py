@@ -239,9 +239,9 @@ def prepare(
             "layer that takes the picture. Leave `lora_rank` out, or begin with an InstructPix2Pix "
             f"checkpoint. Received: {family_of(checkpoint.config)}"
         )
+    _check_family(checkpoint.config)
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
-    _check_family(config)
     tokenizer = checkpoint.tokenizer()
     has_states = options.precompute and not options.train_text_encoder
     with by_itself() if options.precompute else nullcontext():
@@ -298,7 +298,8 @@ def train(
 
 
 def _check_family(config: PipelineConfig) -> None:
-    if config.denoiser.added is not None or config.denoiser.guidance_embed_dim is not None:
+    denoiser = config.denoiser
+    if denoiser.conditioner != "clip" or denoiser.num_time_ids or denoiser.is_told_guidance:
         raise TrainingError(
             f"Training to edit needs a checkpoint with one text encoder (SD1, SD2, but no LCM). "
             f"Received: {family_of(config)}"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sd_tf.config import family_of
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import LatentBatches, PriorBatches
 from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
@@ -69,7 +70,7 @@ def finetune(
     report: Callable[[str], None] = print,
     prior: Source | None = None,
 ) -> Path:
-    """Train the UNet, and the text encoders if asked for; return the new checkpoint's folder.
+    """Train the denoiser, and the text encoders if asked for; return the new checkpoint's folder.
 
     With options for an adapter or a token, train that, and return its file.
 
@@ -80,6 +81,11 @@ def finetune(
     check_trainable(checkpoint.config)
     options.check()
     if options.inversion is not None:
+        if checkpoint.config.schedule.is_flow:
+            raise TrainingError(
+                "A token's vectors are trained for SD1, SD2 and SDXL. "
+                f"Received: {family_of(checkpoint.config)}"
+            )
         options.inversion.check_captions(source)
     with alone_in(folder):
         task = prepare(checkpoint, source, settings, options, folder, report, prior)
@@ -137,22 +143,23 @@ def prepare(
         of_class = batches_of(prior, PRIOR_CACHE, others)
         batches = PriorBatches(batches, of_class, options.prior_weight)
 
-    unet = checkpoint.build("unet", settings.precision)
+    name = config.denoiser.component
+    denoiser = checkpoint.build(name, settings.precision)
     if settings.gradient_checkpointing:
-        recomputed(unet)
+        recomputed(denoiser)
     encoders = {name: checkpoint.build(name, settings.precision) for name in config.text_encoders}
     for encoder in encoders.values():
         encoder.trainable = options.train_text_encoder
         freeze_unused(encoder)
-    loss = Denoising(unet, encoders.values(), config, options.min_snr)
+    loss = Denoising(denoiser, encoders.values(), config, options.min_snr)
     lora = inversion = None
     if options.inversion is not None:
-        unet.trainable = False
+        denoiser.trainable = False
         inversion = Inversion(encoders, options.inversion)
     else:
-        trained = {"unet": unet, **(encoders if options.train_text_encoder else {})}
+        trained = {name: denoiser, **(encoders if options.train_text_encoder else {})}
         loss, lora = adapt(loss, trained, options.lora, settings.seed)
-    models = {**encoders, "unet": unet, "vae": vae}
+    models = {**encoders, name: denoiser, "vae": vae}
     return TrainingTask(
         *(checkpoint.name, config, tokenizers, models, loss, batches, record, lora, inversion)
     )

@@ -12,6 +12,7 @@ from sd_tf.components.conditions import Texts, conditioner_of
 from sd_tf.components.text_encoder import CLIP_TOKENS, reader_of
 from sd_tf.config import END_TOKEN, LatentScale, PipelineConfig
 from sd_tf.models.attention import SpatialTransformer
+from sd_tf.models.joint import JointBlock
 from sd_tf.models.layers import Block, ResnetBlock, dense
 from sd_tf.sampling.schedules import training_levels
 
@@ -83,7 +84,7 @@ class Denoising(Block):
             x.astype("float32") for x in (level.signal, level.noise, weight, told)
         )
         self.more, self.conditioned = {}, config
-        if config.zero_tokens:  # they are computed once
+        if config.zero_tokens and self.text_encoders:  # the zeros are computed once
             self.conditioned = replace(config, zero_tokens=1)
             self.more["counts"] = (*[1] * _clip_tokens(config), config.zero_tokens)
 
@@ -214,22 +215,22 @@ def freeze_unused(text_encoder: keras.layers.Layer) -> None:
         text.final_layer_norm.trainable = False
 
 
-def recomputed(unet: keras.layers.Layer) -> keras.layers.Layer:
-    """Turn on gradient checkpointing for the UNet's blocks.
+def recomputed(denoiser: keras.layers.Layer) -> keras.layers.Layer:
+    """Turn on gradient checkpointing for the denoiser's blocks.
 
     They keep only their inputs for the backward pass, and are computed a second time in it.
     """
-    for layer in unet._flatten_layers():
-        if isinstance(layer, ResnetBlock | SpatialTransformer):
+    for layer in denoiser._flatten_layers():
+        if isinstance(layer, ResnetBlock | SpatialTransformer | JointBlock):
             layer.call = _again_for_gradients(layer.call)
-    return unet
+    return denoiser
 
 
 def _again_for_gradients(call):
     """Recompute `call` for the gradients, in the context of its call: with the same branches."""
 
-    def run(*inputs):
+    def run(*inputs, **named):
         context = contextvars.copy_context()
-        return keras.remat(lambda *inputs: context.run(call, *inputs))(*inputs)
+        return keras.remat(lambda *inputs: context.run(call, *inputs, **named))(*inputs)
 
     return run

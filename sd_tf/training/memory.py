@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sd_tf.components.conditions import conditioner_of
 from sd_tf.config import PipelineConfig, family_of
 from sd_tf.jax import chips
 from sd_tf.jax.compile import figures_of
@@ -23,17 +24,17 @@ from sd_tf.weights.layout import abstract_model
 def compile_update(
     config: PipelineConfig, size: int, settings: Settings, devices: Sequence[jax.Device]
 ) -> dict[str, float]:
-    """Compile an update of the UNet, from shapes alone, and return the compiler's figures.
+    """Compile an update of the denoiser, from shapes alone, and return the compiler's figures.
 
     Latents and text states are given. The batch is divided among the chips; weights are on each. An
     average of the weights would add a float32 copy of them.
     """
     mesh = make_mesh(devices)
     check_mesh(mesh, settings.batch_size // settings.accumulate)
-    unet = abstract_model(config.denoiser, settings.precision)
+    denoiser = abstract_model(config.denoiser, settings.precision)
     if settings.gradient_checkpointing:
-        recomputed(unet)
-    loss = Denoising(unet, [], config, min_snr=None)
+        recomputed(denoiser)
+    loss = Denoising(denoiser, [], config, min_snr=None)
     optimizer = optimizer_for(settings, loss.trainable_variables)
     with deferred_variables():
         optimizer.build(loss.trainable_variables)
@@ -59,7 +60,7 @@ def compile_update(
 
 def _batch(config: PipelineConfig, size: int, count: int) -> dict[str, tuple[tuple, str]]:
     side, channels = size // config.autoencoder.downscale, config.autoencoder.latent_channels
-    length = max(encoder.max_length for encoder in config.text_encoders.values())
+    length = conditioner_of(config).length(config, 1)
     latents = (count, side, side, channels)
     batch = {
         "latents": (latents, "float32"),
@@ -67,9 +68,10 @@ def _batch(config: PipelineConfig, size: int, count: int) -> dict[str, tuple[tup
         "timesteps": ((count,), "int32"),
         "context": ((count, length, config.denoiser.context_dim), "float32"),
     }
-    if (added := config.denoiser.added) is not None:
-        batch["pooled"] = ((count, added.pooled_dim), "float32")
-        batch["time_ids"] = ((count, added.num_time_ids), "float32")
+    if config.denoiser.pooled_dim is not None:
+        batch["pooled"] = ((count, config.denoiser.pooled_dim), "float32")
+    if config.denoiser.num_time_ids:
+        batch["time_ids"] = ((count, config.denoiser.num_time_ids), "float32")
     if config.denoiser.in_channels > channels:
         batch["beside"] = ((*latents[:3], config.denoiser.in_channels - channels), "float32")
     return batch
@@ -101,4 +103,4 @@ def table(
         f"\n{family_of(config)}, {size} px, {settings.batch_size} examples on {topology}, "
         f"{settings.precision}; time = max(arithmetic, memory) at published peaks\n"
     )
-    report(chips.table("UNet's blocks", "weights and moments", "example", "an update", rows))
+    report(chips.table("denoiser's blocks", "weights and moments", "example", "an update", rows))

@@ -37,7 +37,7 @@ class Settings:
     clip_norm: float | None = 1.0  # greatest norm of the whole gradient
     averaging: Averaging = Averaging()
     precision: str = "float32"  # float32 | mixed_bfloat16: variables stay float32
-    gradient_checkpointing: bool = False  # for the UNet's blocks: less memory, more time
+    gradient_checkpointing: bool = False  # for the denoiser's blocks: less memory, more time
     jit_compile: bool = True
     seed: int = 0
     log_every: int = 20
@@ -97,6 +97,16 @@ LORA_UNET_CONV = (
 )
 
 
+# The joint attention of SD3's blocks, as in diffusers' script; not the dual blocks' second one.
+LORA_TRANSFORMER = tuple(
+    f"attn.{name}"
+    for name in (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    )
+)
+
+
 @dataclass(frozen=True)
 class LoraOptions:
     """The options of an adapter. A branch is multiplied by alpha / rank."""
@@ -124,4 +134,10 @@ class LoraOptions:
         """Return the ends of the names of the component's layers that get a branch."""
         if component.startswith("text_encoder"):
             return LORA_TEXT_ENCODER
+        if component == "transformer":
+            if self.conv:
+                raise TrainingError(
+                    "`lora_conv` is for the convolutions of a UNet. Received: a transformer"
+                )
+            return LORA_TRANSFORMER
         return LORA_UNET + LORA_UNET_CONV if self.conv else LORA_UNET

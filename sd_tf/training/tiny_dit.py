@@ -86,10 +86,7 @@ def train(folder: Path, report: Callable[[str], None] = print) -> Path:
         models = build(base, config)
         begun = {"checkpoint": record, "data": pictures.record()}
         latents = cached_latents(models["vae"], pictures, folder / CACHE, begun, report)
-        tokenizers = {
-            name: ClipTokenizer.clip(encoder.pad_token_id, encoder.max_length)
-            for name, encoder in config.text_encoders.items()
-        }
+        tokenizers = tokenizers_of(config)
         recipe = Recipe(config, SCENES, STAGES, record)
         tokenize = tokenize_for(tokenizers)
         run_stages(recipe, models, pictures, latents, tokenize, folder, report)
@@ -97,6 +94,13 @@ def train(folder: Path, report: Callable[[str], None] = print) -> Path:
         save_folder(target, config, models, tokenizers, dtype="float16")
         report(f"saved {target}")
         return target
+
+
+def tokenizers_of(config: PipelineConfig) -> dict[str, ClipTokenizer]:
+    return {
+        name: ClipTokenizer.clip(encoder.pad_token_id, encoder.max_length)
+        for name, encoder in config.text_encoders.items()
+    }
 
 
 def build(base: Checkpoint, config: PipelineConfig) -> dict[str, keras.layers.Layer]:
@@ -116,7 +120,6 @@ def build(base: Checkpoint, config: PipelineConfig) -> dict[str, keras.layers.La
     patches = denoiser.sample_size // denoiser.patch_size
     positions = models[name].pos_embed.pos_embed
     positions.values.assign(sinusoids(denoiser.hidden_size, denoiser.max_patches, patches))
-    freeze(positions)
     return {**models, "vae": freeze(base.build("vae"))}
 
 

@@ -362,7 +362,7 @@ def write_vae(config: AutoencoderConfig) -> dict:
         "use_quant_conv": config.quant_conv,
         "use_post_quant_conv": config.post_quant_conv,
         "scaling_factor": config.scaling_factor,
-        "shift_factor": config.shift_factor or None,
+        "shift_factor": config.shift_factor,
         "force_upcast": config.force_upcast,
         "sample_size": config.sample_size,
         "act_fn": "silu",

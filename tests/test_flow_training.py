@@ -1,0 +1,356 @@
+"""Training with flow matching: diffusers' loss step by step, adapters, and the tiny transformer."""
+
+from dataclasses import replace
+
+import diffusers
+import keras
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from sd_tf.checkpoints import DIT_CONFIG, TINY_FOLDER, make_random
+from sd_tf.cli.main import main
+from sd_tf.config import FAMILIES
+from sd_tf.models.branches import branches
+from sd_tf.training import tiny_dit
+from sd_tf.training.batches import LatentBatches, logit_normal_timesteps
+from sd_tf.training.conditions import check_trainable, tokenize_for
+from sd_tf.training.data import World
+from sd_tf.training.initial_weights import sinusoids
+from sd_tf.training.lora import FILE, Adapted, Lora
+from sd_tf.training.losses import Denoising, freeze, recomputed
+from sd_tf.training.painter import Painter
+from sd_tf.training.settings import Averaging, LoraOptions, Settings, TrainingError
+from sd_tf.training.step import compiled_step
+from sd_tf.training.trainer import optimizer_for
+from sd_tf.weights import layout, open_checkpoint, save_folder
+from tests import micro
+from tests.test_lora_training import peft_model, tensor
+
+STEPS = 4
+SETTINGS = Settings(
+    steps=STEPS,
+    batch_size=3,
+    learning_rate=5e-3,
+    warm_up=1,
+    averaging=Averaging(None),
+    jit_compile=keras.backend.backend() == "jax",
+)
+NO_T5 = {"text_encoder_3": None, "tokenizer_3": None}
+# The modules of diffusers' train_dreambooth_lora_sd3.py.
+TARGETS = {
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+}
+
+
+def opened(small_pipelines, name):
+    _, folder = small_pipelines(name)
+    checkpoint = open_checkpoint(folder, without=["text_encoder_3"])
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, **NO_T5)
+    return checkpoint, pipeline
+
+
+def batches(checkpoint, dropout=0.0, settings=SETTINGS):
+    config = checkpoint.config
+    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    side, channels = config.denoiser.sample_size, config.autoencoder.latent_channels
+    latents = np.random.default_rng(0).standard_normal((6, side, side, channels), "float32")
+    return LatentBatches(World(6, 16), settings, latents, config, tokenize_for(tokenizers), dropout)
+
+
+def frozen_encoders(checkpoint):
+    return [freeze(checkpoint.build(name)) for name in checkpoint.config.text_encoders]
+
+
+def their_loss(pipeline, transformer, make, batch, step):
+    """The loss of diffusers' script, with the weighting "none"."""
+    captions = [make.source.caption(*example) for example in make.examples(step)]
+    context, _, pooled, _ = pipeline.encode_prompt(
+        captions, None, None, do_classifier_free_guidance=False
+    )
+    place = 999 - torch.from_numpy(batch["timesteps"]).long()  # the scheduler's are descending
+    sigma = pipeline.scheduler.sigmas[place][:, None, None, None]
+    latents, noise = tensor(batch["latents"]), tensor(batch["noise"])
+    output = transformer(
+        hidden_states=(1.0 - sigma) * latents + sigma * noise,
+        timestep=pipeline.scheduler.timesteps[place],
+        encoder_hidden_states=context.detach(),
+        pooled_projections=pooled.detach(),
+    ).sample
+    return torch.mean((output - (noise - latents)) ** 2)
+
+
+def compare_steps(pipeline, transformer, make, update, optimizer, groups):
+    """Losses of some updates with the same draws, ours and theirs."""
+    adam = torch.optim.AdamW(
+        [{"params": params, "weight_decay": decay} for params, decay in groups],
+        betas=(0.9, SETTINGS.beta_2),
+    )
+    every = [parameter for params, _ in groups for parameter in params]
+    rate = optimizer_for(SETTINGS, [])._learning_rate
+    pairs = []
+    for step in range(STEPS):
+        batch = make(step)
+        value = their_loss(pipeline, transformer, make, batch, step)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(every, SETTINGS.clip_norm)
+        for group in adam.param_groups:
+            # Keras adds epsilon to the root of the moment before its bias is corrected.
+            group["eps"] = optimizer.epsilon / (1 - SETTINGS.beta_2 ** (step + 1)) ** 0.5
+            group["lr"] = float(rate(step))
+        adam.step(), adam.zero_grad()
+        pairs.append((float(update(batch)["loss"]), value.item()))
+    ours, theirs = np.array(pairs).T
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3)
+    assert np.abs(np.diff(ours)).min() > 1e-4
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("name", ["sd3-without-t5", "sd3.5"])
+def test_loss_and_gradients_equal_pytorchs(small_pipelines, name):
+    """The second is computed again for the gradients."""
+    checkpoint, pipeline = opened(small_pipelines, name)
+    model = checkpoint.build("transformer")
+    if name == "sd3.5":
+        recomputed(model)
+    loss = Denoising(model, frozen_encoders(checkpoint), checkpoint.config)
+    make = batches(checkpoint)
+    gradients, value = micro.gradients_of(loss, make(0))
+    transformer = pipeline.transformer.requires_grad_(True)
+    theirs = their_loss(pipeline, transformer, make, make(0), 0)
+    theirs.backward()
+    assert value == pytest.approx(theirs.item(), rel=1e-4)
+
+    parameters = dict(transformer.named_parameters())
+    by_variable = dict(zip((id(v) for v in loss.trainable_variables), gradients, strict=True))
+    scale = max(p.grad.abs().max().item() for p in parameters.values())
+    compared = set()
+    for path, slot in layout.slots(model).items():
+        if id(slot.variable) in by_variable:
+            with keras.StatelessScope([(slot.variable, by_variable[id(slot.variable)])]):
+                ours = slot.stored()
+            assert np.abs(ours - parameters[path].grad.numpy()).max() <= 1e-3 * scale, path
+            compared.add(path)
+    assert compared == set(parameters)  # and not the table of positions, a buffer
+
+
+@pytest.mark.backend
+def test_losses_equal_pytorchs(small_pipelines):
+    checkpoint, pipeline = opened(small_pipelines, "sd3-without-t5")
+    model = checkpoint.build("transformer")
+    loss = Denoising(model, frozen_encoders(checkpoint), checkpoint.config)
+    optimizer = optimizer_for(SETTINGS, loss.trainable_variables)
+    update = compiled_step(loss, optimizer, None, SETTINGS)
+    parameters = dict(pipeline.transformer.requires_grad_(True).named_parameters())
+    decays, others = [], []
+    for path, slot in layout.slots(model).items():
+        if slot.variable.trainable:
+            decaying = optimizer._use_weight_decay(slot.variable)
+            (decays if decaying else others).append(parameters[path])
+    groups = [(decays, 0.01), (others, 0.0)]
+    compare_steps(pipeline, pipeline.transformer, batches(checkpoint), update, optimizer, groups)
+
+
+@pytest.mark.backend
+def test_losses_equal_pefts(small_pipelines):
+    checkpoint, pipeline = opened(small_pipelines, "sd3.5")
+    model = checkpoint.build("transformer")
+    lora = Lora({"transformer": model}, LoraOptions(rank=4, alpha=2.0), seed=0)
+    loss = Adapted(Denoising(model, frozen_encoders(checkpoint), checkpoint.config), lora)
+    optimizer = optimizer_for(SETTINGS, loss.trainable_variables)
+    update = compiled_step(loss, optimizer, None, SETTINGS)
+    transformer, trained = peft_model(pipeline, lora, "transformer")
+    groups = [(trained, 0.01)]
+    compare_steps(pipeline, transformer, batches(checkpoint), update, optimizer, groups)
+
+
+def test_diffusers_loads_the_adapter(small_pipelines, tmp_path):
+    checkpoint, pipeline = opened(small_pipelines, "sd3.5")
+    model = checkpoint.build("transformer")
+    lora = Lora({"transformer": model}, LoraOptions(rank=2, alpha=1.0), seed=0)
+    draws = np.random.default_rng(1)
+    for variable in lora.variables:
+        variable.assign(draws.standard_normal(variable.shape, "float32") * 0.1)
+    lora.save(tmp_path / FILE, None, "small", {"transformer": ["ab"]})
+    config = checkpoint.config.denoiser
+    latents = draws.standard_normal((2, 8, 8, 16), "float32")
+    context = draws.standard_normal((2, 9, config.context_dim), "float32")
+    pooled = draws.standard_normal((2, config.pooled_dim), "float32")
+    times = np.array([900.0, 100.0], "float32")
+    plain = np.array(model(latents, times, context, pooled))
+    with branches(lora.branches):
+        ours = np.array(model(latents, times, context, pooled))
+
+    pipeline.load_lora_weights(tmp_path, weight_name=FILE)
+    with torch.no_grad():
+        theirs = pipeline.transformer(*map(tensor, (latents, context, pooled, times))).sample
+    theirs = theirs.permute(0, 2, 3, 1).numpy()
+    assert np.abs(ours - plain).max() > 0.01
+    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+    found = pipeline.transformer.peft_config["default_0"]
+    assert (found.r, found.lora_alpha) == (2, 1.0)
+    assert {name.split(".", 3)[3].split(".lora")[0] for name in lora.slots} == TARGETS
+
+
+@pytest.mark.backend
+def test_equal_tokens_are_computed_once(small_pipelines):
+    checkpoint, _ = opened(small_pipelines, "sd3.5")
+    model, config = checkpoint.build("transformer"), checkpoint.config.denoiser
+    draws = np.random.default_rng(0)
+    latents = draws.standard_normal((2, 8, 8, 16), "float32")
+    context = draws.standard_normal((2, 4, config.context_dim), "float32")
+    pooled = draws.standard_normal((2, config.pooled_dim), "float32")
+    times = np.array([900.0, 100.0], "float32")
+    counts = (1, 3, 1, 40)
+    whole = model(latents, times, np.repeat(context, counts, axis=1), pooled)
+    short = model(latents, times, context, pooled, counts=counts)
+    np.testing.assert_allclose(np.array(short), np.array(whole), atol=2e-5)
+    assert np.abs(np.array(model(latents, times, context, pooled)) - whole).max() > 1e-3
+
+
+def test_timesteps_are_logit_normal():
+    timesteps = logit_normal_timesteps(np.random.default_rng(0), 100_000, range(200, 1000))
+    assert timesteps.dtype == np.int32 and timesteps.min() >= 200 and timesteps.max() < 1000
+    places = (timesteps - 200 + 0.5) / 800
+    logits = np.log(places / (1.0 - places))
+    assert (logits.mean(), logits.std()) == pytest.approx((0.0, 1.0), abs=0.01)
+
+
+def test_a_dropped_caption_is_encoded(small_pipelines):
+    checkpoint, _ = opened(small_pipelines, "sd3-without-t5")
+    make = batches(checkpoint, dropout=1.0)
+    assert "has_text" not in make(0)
+    np.testing.assert_array_equal(make(0)["tokens"], np.repeat(make.tokenize([""]), 3, axis=0))
+
+
+def tune(folder, *more):
+    return main(
+        [
+            *"train text_to_image --data world:4 --steps 2 --batch_size 2 --warm_up 1".split(),
+            *"--log_every 1 --sample_every 2 --size 16 --nojit_compile".split(),
+            *("--out", str(folder), *map(str, more)),
+        ]
+    )
+
+
+def test_a_checkpoint_is_fine_tuned(small_pipelines, tmp_path):
+    """Without a T5, diffusers opens what was trained; positions stay as they are."""
+    pipeline, folder = small_pipelines("sd3-without-t5")
+    assert tune(tmp_path, "--checkpoint", folder, "--gradient_checkpointing") == 0
+    assert (tmp_path / "000002.png").is_file()
+    tuned = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "checkpoint", **NO_T5)
+    before, after = (p.transformer.state_dict() for p in (pipeline, tuned))
+    same = {name for name, value in before.items() if torch.equal(value, after[name])}
+    # The last block's texts ask for nothing.
+    assert same == {"pos_embed.pos_embed", "transformer_blocks.2.attn.add_q_proj.bias"}
+    encoders = (p.text_encoder_2.state_dict() for p in (pipeline, tuned))
+    assert all(torch.equal(*pair) for pair in zip(*map(dict.values, encoders), strict=True))
+
+
+def test_an_adapter_is_trained(small_pipelines, tmp_path):
+    _, folder = small_pipelines("sd3.5")
+    flags = ("--checkpoint", folder, "--without", "text_encoder_3", "--lora_rank", 2)
+    assert tune(tmp_path, *flags, "--train_text_encoder") == 0
+    tensors = load_file(tmp_path / FILE)
+    parts = {name.partition(".")[0] for name in tensors}
+    assert parts == {"transformer", "text_encoder", "text_encoder_2"}
+    same = {name for name, value in tensors.items() if not value.any()}
+    # The last block's texts ask for nothing.
+    assert same == {"transformer.transformer_blocks.2.attn.add_q_proj.lora_B.weight"}
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, **NO_T5)
+    pipeline.load_lora_weights(tmp_path, weight_name=FILE)
+    assert set(pipeline.get_list_adapters()) == parts
+
+
+def test_refusals(small_pipelines, tmp_path, capsys):
+    _, folder = small_pipelines("sd3.5")
+    with pytest.raises(TrainingError, match="open it --without=text_encoder_3, its T5"):
+        check_trainable(open_checkpoint(folder).config)
+    with pytest.raises(TrainingError, match=r"SDXL base or SD3.*Received: flux-dev"):
+        check_trainable(FAMILIES["flux-dev"])
+    flags = ("--checkpoint", folder, "--without", "text_encoder_3")
+    assert tune(tmp_path, *flags, "--lora_rank", 2, "--lora_conv") == 1
+    assert "--lora_conv is for the convolutions of a UNet" in capsys.readouterr().err
+    token = ("--placeholder_token", "<x>", "--initializer_token", "cat")
+    assert tune(tmp_path, *flags, *token) == 1
+    assert "SD1, SD2 and SDXL. Received: sd3.5-medium" in capsys.readouterr().err
+    edits = "train instruct_pix2pix --data world:4 --steps 2 --warm_up 1 --out".split()
+    assert main([*edits, str(tmp_path / "edits"), *map(str, flags)]) == 1
+    assert "Training to edit needs a checkpoint with one text encoder" in capsys.readouterr().err
+
+
+# The tiny transformer
+
+
+def test_positions_equal_diffusers():
+    for side, patches, width in ((8, 8, 128), (12, 4, 64)):
+        theirs = diffusers.models.embeddings.PatchEmbed(
+            height=2 * patches, width=2 * patches, embed_dim=width, pos_embed_max_size=side,
+            patch_size=2,
+        ).pos_embed  # fmt: skip
+        np.testing.assert_allclose(sinusoids(width, side, patches), theirs, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def dit():
+    """The models before training, and the configuration."""
+    base = open_checkpoint(TINY_FOLDER)
+    config = replace(DIT_CONFIG, autoencoder=base.config.autoencoder)
+    return tiny_dit.build(base, config), config
+
+
+def test_texts_are_those_of_tiny(dit):
+    """The context is the last hidden state, and the pooled text the normalized one, unprojected."""
+    models, config = dit
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(
+        TINY_FOLDER, torch_dtype=torch.float32
+    ).text_encoder
+    tokens = tiny_dit.tokenizers_of(config)["text_encoder"](["a red star", "a large blue ring"])
+    ours = models["text_encoder"](tokens)
+    with torch.no_grad():
+        found = theirs(torch.from_numpy(tokens).long(), output_hidden_states=True)
+    for value, other in (
+        (ours["context"], found.hidden_states[-1]),
+        (ours["pooled"], found.pooler_output),
+    ):
+        np.testing.assert_allclose(np.array(value), other.numpy(), rtol=1e-5, atol=1e-4)
+    none = models["text_encoder_2"](tokens)
+    assert not np.array(none["context"]).any() and not np.array(none["pooled"]).any()
+
+
+def test_diffusers_draws_the_same(dit, tmp_path):
+    """The transformer's closed layers are opened, so that texts and levels matter."""
+    models, config = dit
+    draws = np.random.default_rng(0)
+    for slot in layout.slots(models["transformer"]).values():
+        if not np.array(slot.variable).any():
+            slot.variable.assign(draws.standard_normal(slot.variable.shape, "float32") * 0.05)
+    tokenizers = tiny_dit.tokenizers_of(config)
+    save_folder(tmp_path, config, models, tokenizers, dtype="float32")
+    assert open_checkpoint(tmp_path).config == config
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path, **NO_T5)
+    pipeline.set_progress_bar_config(disable=True)
+    prompts = ["a red star", "a large blue ring left of a small white star"]
+    ours = Painter(config, models, tokenize_for(tokenizers)).draw(prompts, num_steps=4)
+    noise = our_noise(config, len(prompts))
+    theirs = pipeline(
+        prompts, num_inference_steps=4, guidance_scale=4.0, latents=tensor(noise), output_type="np",
+        height=64, width=64,
+    ).images  # fmt: skip
+    assert ours.std() > 5
+    assert np.abs(ours.astype(int) - np.round(255 * theirs)).max() <= 2
+
+
+def our_noise(config, count):
+    from sd_tf.sampling import noise
+
+    shape = (config.denoiser.sample_size, config.denoiser.sample_size, 4)
+    seeds = keras.ops.arange(count, dtype="int32")
+    return np.array(noise.normal(seeds, noise.INITIAL, shape))
+
+
+def test_the_files_are_small(tmp_path):
+    make_random(DIT_CONFIG, tmp_path, dtype="float16")
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) <= 21e6
