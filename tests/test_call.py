@@ -94,9 +94,8 @@ def test_the_familys_own_defaults():
 def test_further_guidance():
     """Its scales are for exports that have it, and the negative prompt's goes with one."""
     flux = manifest(further_scales=("true_guidance_scale",))
-    assert Call("a").completed(flux).true_guidance_scale is None
     assert Call("a", "b").completed(flux).true_guidance_scale == 1.0
-    with pytest.raises(CallError, match="true_guidance_scale goes with negative_prompt"):
+    with pytest.raises(CallError, match="true_guidance_scale above 1 goes with negative_p"):
         Call("a", true_guidance_scale=2).completed(flux)
     with pytest.raises(CallError, match=r"true_guidance_scale is a number from 1 to .*: 0.5"):
         Call("a", "b", true_guidance_scale=0.5).completed(flux)

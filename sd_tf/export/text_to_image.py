@@ -154,7 +154,8 @@ class TextToImageModule(tf.Module):
         rule = f"scheduler must be one of {', '.join(names)}. Received:"
         known = tf.debugging.Assert(tf.reduce_any(is_named), [rule, scheduler])
         with tf.control_dependencies([known]):
-            return tf.argmax(tf.cast(is_named, "int32"), output_type="int32")
+            place = tf.argmax(tf.cast(is_named, "int32"), output_type="int32")
+        return tf.gather([self._manifest.scheduler_number(name) for name in names], place)
 
     def _tokens(self, texts):
         ids = [tokenize(texts) for tokenize in self.tokenizers]

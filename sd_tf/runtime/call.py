@@ -156,7 +156,6 @@ class Call:
         most=MOST_GUIDANCE,
         slider=(1, 8, 0.5),
         otherwise=lambda manifest: 1.0,
-        goes_with="negative_prompt",
         taken_by=TRULY_GUIDED,
     )
     skip_layer_guidance_scale: float | None = parameter(
@@ -272,6 +271,9 @@ class Call:
             check_image_encoder(manifest)
         if checked["prompt_syntax"] == WEIGHTED:
             check_weights(manifest)
+        if (checked["true_guidance_scale"] or 1.0) > 1.0 and checked["negative_prompt"] is None:
+            message = "true_guidance_scale above 1 goes with negative_prompt: give both."
+            raise CallError("true_guidance_scale", message)
         manifest.model_calls(checked["scheduler"], checked["num_steps"])
         return replace(self, **checked)
 

@@ -181,8 +181,7 @@ class Runner(ABC):
         if use_of_picture(self.manifest) == EDIT:
             scales["image_guidance_scale"] = np.float32(request.shared.image_guidance_scale)
         for name in self.manifest.further_scales:
-            value = getattr(request.shared, name)
-            scales[name] = np.float32(NO_FURTHER_GUIDANCE[name] if value is None else value)
+            scales[name] = np.float32(getattr(request.shared, name))
         return scales
 
 
