@@ -58,7 +58,7 @@ COMMON = Settings(
     learning_rate=1e-3,
     warm_up=100,
     averaging=Averaging(half_life=100),
-    jit_compile=False,  # TensorFlow's own kernels took 40 % of XLA's time for these matrices
+    jit_compile=False,  # TensorFlow's own kernels were faster for these matrices
     save_every=250,
 )
 STAGES = (
