@@ -45,7 +45,7 @@ def opened(folder, **opening):
 @pytest.fixture(scope="module")
 def exported(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "flux-dev"
-    options = ExportOptions(sizes=SIZES, max_steps=4, verify="full")
+    options = ExportOptions(sizes=SIZES, max_steps=4, verify="fast")
     export(opened(folders["flux-dev"]), folder, options)
     return folder
 
@@ -55,24 +55,20 @@ def pipe(exported):
     return Pipeline.load(exported, jit_compile=False)
 
 
-def test_verified_and_compiled(exported):
-    """Every size, plain and compiled by XLA, agrees with the models as they are written."""
+def test_verified(exported):
+    """The plain signatures agree with the models as they are written."""
     manifest = Manifest.read(exported)
     for component, figures in manifest.verification.items():
-        compiled = {"saved_model_xla"} - ({"saved_model_xla"} if "text" in component else set())
-        assert compiled <= figures.keys()
-        worst = [found["psnr_db"] for found in figures.values() if isinstance(found, dict)]
-        assert min(worst) >= 80, component
+        assert figures["saved_model"]["psnr_db"] >= 80, component
     assert manifest.further_scales == ("true_guidance_scale",)
     assert manifest.suited == {"num_steps": 28, "guidance_scale": 3.5, "strength": 0.6}
 
 
 def test_compiled_pictures(exported, pipe):
+    """XLA's code draws what the plain form draws, with and without the further prediction."""
     compiled = Pipeline.load(exported)
-    for (height, width), negative in zip(SIZES, (None, "green"), strict=True):
-        further = {} if negative is None else {"true_guidance_scale": 2.0}
-        call = {**CALL, "height": height, "width": width, **further}
-        ours, theirs = (one(PROMPT, negative, **call).images for one in (compiled, pipe))
+    for negative, further in ((None, {}), ("green", {"true_guidance_scale": 2.0})):
+        ours, theirs = (one(PROMPT, negative, **CALL, **further).images for one in (compiled, pipe))
         check_pictures(ours, theirs)
 
 
