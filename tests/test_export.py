@@ -152,8 +152,8 @@ def test_steps_outside_the_table_are_refused_in_the_graph(exported):
     for num_steps, scheduler, message in (
         (9, 0, "num_steps must be 1…8"),
         (0, 0, "num_steps must be 1…8"),
-        (4, 18, "scheduler must be 0…17"),
-        (4, -1, "scheduler must be 0…17"),
+        (4, 21, "scheduler must be 0…20"),
+        (4, -1, "scheduler must be 0…20"),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             signatures["begin"](

@@ -189,7 +189,7 @@ def test_norms_biases_and_embeddings_do_not_decay():
     optimizer = optimizer_for(replace(micro.SETTINGS, weight_decay=0.1), loss.trainable_variables)
     optimizer.build(loss.trainable_variables)
     decays = {id(v) for v in loss.trainable_variables if optimizer._use_weight_decay(v)}
-    for model in (loss.unet, *loss.text_encoders):
+    for model in (loss.denoiser, *loss.text_encoders):
         for path, slot in layout.slots(model).items():
             matrix = len(slot.variable.shape) > 1 and "embedding.weight" not in path
             assert (id(slot.variable) in decays) == matrix, path

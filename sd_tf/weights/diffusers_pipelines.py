@@ -135,6 +135,8 @@ def read_index(folder: Path, without: Sequence[str] = ()) -> dict:
     path = folder / MODEL_INDEX
     index = read_object(path, CheckpointError)
     pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str):
+        raise CheckpointError(f"{path} names no pipeline class. Received: {pipeline!r}")
     if pipeline in REFUSED:
         raise CheckpointError(f"{path}: {pipeline} is not supported: {REFUSED[pipeline]}.")
     if pipeline not in PIPELINES:
