@@ -144,7 +144,7 @@ def test_the_compiled_signatures_are_those_of_the_shapes(pipe):
 def test_empty_negative_prompts_are_those_of_a_prompt_alone(loaded):
     default = {"scheduler": Manifest.read(shaped_export()).default_sampler, "seed": [0, 1]}
     given = inputs_of(["a", "b"], negative_prompt=["", ""], **default)
-    given["unconditional_guidance_scale"] = Call.guidance_scale
+    given["unconditional_guidance_scale"] = GUIDANCE
     ours = run(loaded, "plain_serving_default", prompt=["a", "b"])
     check_pixels(run(loaded, "plain_generate", **given), ours)
 

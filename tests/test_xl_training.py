@@ -127,7 +127,7 @@ def test_sizes_are_those_of_diffusers_script(tmp_path):
         Image.new("RGB", shape).save(data / f"{name}.png")
         (data / f"{name}.txt").write_text("a cat")
     source = open_source(data, 16)
-    config = SimpleNamespace(denoiser=SimpleNamespace(added=True))
+    config = SimpleNamespace(denoiser=SimpleNamespace(num_time_ids=6))
     found = time_ids(config, source, cache)
     expected = [[20, 40, 0, 8, 16, 16], [16, 16, 0, 0, 16, 16], [50, 30, 6, 0, 16, 16]]
     # 50 of 30: scaled to 27 × 16, whose middle begins at round(5.5) = 6.
