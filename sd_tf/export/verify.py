@@ -53,7 +53,8 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
         if name in known:
             inputs[name] = known[name]
         elif "tokens" in name:
-            inputs[name] = rng.integers(0, 1000, shape).astype("int32")
+            most = min(1000, *(model.config.vocab_size for model in part.models.values()))
+            inputs[name] = rng.integers(0, most, shape).astype("int32")
         elif "weights" in name:
             inputs[name] = rng.uniform(0.5, 1.5, shape).astype("float32")
         elif "time_ids" in name:
