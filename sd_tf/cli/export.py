@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
             **chosen(options, SHAPE),
             **chosen(options, PLACES),
             precision=options.precision,
+            storage=options.storage,
             max_steps=options.max_steps,
             guidance=options.guidance,
             guidance_rescale=options.guidance_rescale,

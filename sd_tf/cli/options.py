@@ -14,7 +14,7 @@ from absl import flags
 from sd_tf.bench.plan import DEFAULT_PROMPT
 from sd_tf.cli.arguments import Switch, names, scaled_path, sizes, whole_numbers
 from sd_tf.components import COMPONENTS
-from sd_tf.components.geometry import GUIDANCE, PRECISIONS
+from sd_tf.components.geometry import GUIDANCE, PRECISIONS, STORAGES
 from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.runtime.adapter_places import DEFAULT_LAYERS, DEFAULT_RANK, LAYERS
 
@@ -110,6 +110,13 @@ SHAPE = (
     *SEVERAL,
 )
 
+STORAGE = Option(
+    "storage",
+    None,
+    "int8: store the linear layers of T5 in 8 bits, which halves it. Default: in the precision.",
+    choices=STORAGES,
+)
+
 PLACES = (
     Option("adapter_slots", 0, "Adapters (LoRA) that can be switched at run time.", int),
     Option("adapter_rank", DEFAULT_RANK, "The highest rank of such an adapter.", int),
@@ -133,6 +140,7 @@ EXPORT = (
     Option("output_dir", EXPORT_DIR, "Folder of the export.", spelling="out"),
     *SHAPE,
     Option("precision", "float32", "The models' precision.", choices=PRECISIONS),
+    STORAGE,
     Option("max_steps", 100, "The most steps that a call can ask for.", int),
     *OPENING,
     Option(

@@ -39,7 +39,8 @@ IN_DENOISER = {
     "all": lambda path: True,
 }
 
-Build = Callable[[str, str], keras.layers.Layer]  # (the checkpoint's component, dtype) → its model
+# (the checkpoint's component, dtype, storage of its linear layers) → its model
+Build = Callable[[str, str, str | None], keras.layers.Layer]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ class Component:
         }
 
     @property
+    def variables(self) -> dict[str, keras.Variable]:
+        """The variables of `slots`, by the tensors' names, or those with an addition."""
+        return {
+            name + end: variable
+            for name, slot in self.slots.items()
+            for end, variable in slot.variables.items()
+        }
+
+    @property
     def adaptable(self) -> Layers:
         """The layers that an adapter may change, and whether they have places."""
         found = {
@@ -98,7 +108,11 @@ def component(
     build: Build,
 ) -> Component:
     """Put one component together; `build` makes or fetches its models."""
-    return _ASSEMBLERS[name](config, geometry, precision, empty_tokens, build)
+
+    def build_stored(part: str, dtype: str) -> keras.layers.Layer:
+        return build(part, dtype, geometry.storage.get(part))
+
+    return _ASSEMBLERS[name](config, geometry, precision, empty_tokens, build_stored)
 
 
 def _text_encoder(config, geometry, precision, empty_tokens, build) -> Component:

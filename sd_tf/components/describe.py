@@ -34,6 +34,7 @@ def manifest_of(
         family=family_of(config),
         shapes=geometry.shapes,
         precision=fixed.precision,
+        storage=dict(geometry.storage),
         max_steps=geometry.max_steps,
         schedulers={
             name: SchedulerRecord(packed.numbers[name], calls)

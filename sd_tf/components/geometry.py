@@ -1,9 +1,9 @@
 """The choices that compiling a pipeline fixes, checked against the checkpoint before any work."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sd_tf.config import PipelineConfig
+from sd_tf.config import PipelineConfig, family_of
 from sd_tf.runtime.adapter_places import (
     DEFAULT_LAYERS,
     DEFAULT_RANK,
@@ -15,6 +15,7 @@ from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.shapes import Shapes, Size
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+STORAGES = ("int8",)
 GUIDANCE = ("classifier_free", "none")
 
 
@@ -27,6 +28,7 @@ class Fixed:
     batch_sizes: Sequence[int] = ()
     sizes: Sequence[Size] = ()  # (height, width)
     precision: str = "float32"
+    storage: str | None = None  # of the kernels of T5's linear layers; None: as they are computed
     max_steps: int = 100
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
     guidance_rescale: float = 0.0
@@ -41,6 +43,7 @@ class Geometry:
     """The choices of `Fixed`, with every default filled in for a checkpoint."""
 
     shapes: Shapes
+    storage: Mapping[str, str]  # the checkpoint's parts that are stored in fewer bits, and how
     max_steps: int
     guidance: str
     guidance_rescale: float
@@ -90,12 +93,28 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         )
     return Geometry(
         shapes_of(config, fixed),
+        storage_of(config, fixed),
         fixed.max_steps,
         fixed.guidance,
         fixed.guidance_rescale,
         fixed.prompt_chunks,
         adapters_of(fixed),
     )
+
+
+def storage_of(config: PipelineConfig, fixed: Fixed) -> dict[str, str]:
+    """Return the parts of the checkpoint that are stored in fewer bits, and how, checked."""
+    if fixed.storage is None:
+        return {}
+    if fixed.storage not in STORAGES:
+        refuse(f"The storage is {' or '.join(STORAGES)}.", fixed.storage)
+    if not config.t5_encoders:
+        refuse(
+            f"{fixed.storage} stores the linear layers of a T5 text encoder, and this checkpoint "
+            f"has none, so there is nothing to store narrower: leave out `storage`.",
+            family_of(config),
+        )
+    return dict.fromkeys(config.t5_encoders, fixed.storage)
 
 
 def adapters_of(fixed: Fixed) -> AdapterPlaces:

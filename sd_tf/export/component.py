@@ -61,6 +61,9 @@ def export_component(
         inputs = verify.sample_inputs(specs, part, options.verify)
         reference = verify.eager(module.eager[endpoint], inputs)
         samples.append(verify.Sample(endpoint, inputs, reference))
+    stored = {}
+    if options.verify != "off":
+        stored = verify.storage_figures(part, checkpoint, geometry, options.precision)
     report(name, "saving")
     signatures = _save(module, folder / name / VERSION_FOLDER)
     if has_places := bool(part.places.by_layer):
@@ -70,7 +73,7 @@ def export_component(
     if has_places:
         bundles.rebuild([folder / name / VERSION_FOLDER])
         _clear()
-    figures = _compared(name, folder, samples, options, report)
+    figures = {**_compared(name, folder, samples, options, report), **stored}
     report(name, _done(start, folder / name, figures))
     files = describe_files(folder, name)
     return ComponentRecord(signatures, target, rewrites.names, files, origin), figures

@@ -72,7 +72,7 @@ class ComponentModule(tf.Module):
 
 def keep_variables(module: tf.Module, component: Component) -> None:
     """Have a module save a component's variables, under the same names in every module."""
-    variables = [slot.variable.value for slot in component.slots.values()]
+    variables = [variable.value for variable in component.variables.values()]
     setattr(module, component.name, variables)
     places = component.places.variables
     for variable in places.values():

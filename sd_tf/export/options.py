@@ -35,6 +35,12 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
             "components, or leave out the embeddings.",
             ", ".join(options.components),
         )
+    if options.storage is not None and "text_encoder" not in options.components:
+        refuse(
+            "The storage is the text_encoder's, so it is exported with it: add it to the "
+            "components, or leave out `storage`.",
+            ", ".join(options.components),
+        )
     if options.verify not in VERIFY:
         refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
     if options.target not in (None, *lowering.TARGETS):

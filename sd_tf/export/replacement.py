@@ -24,6 +24,7 @@ OWNED = {
         "zero_empty_negative",
         "tokenizers",
         "prompt_chunks",
+        "storage",
     ),
     "diffusion_model": (
         "family",

@@ -4,9 +4,9 @@ The models hold no weights here: these are arguments, dictionaries by the checkp
 that they can be placed, divided and donated, and XLA does not fold them into the code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import keras
@@ -66,7 +66,7 @@ class JaxComponent:
 
     @cached_property
     def _variables(self) -> dict[str, keras.Variable]:
-        return {name: slot.variable for name, slot in self.slots.items()} | self.places
+        return self.component.variables | self.places
 
     @property
     def weights(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -151,8 +151,8 @@ def components_of(
         )
     config, empty_tokens = checkpoint.config, empty_tokens_of(checkpoint)
 
-    def build(part: str, dtype: str):
-        return layout.abstract_model(config.components[part], dtype)
+    def build(part: str, dtype: str, storage: str | None):
+        return layout.abstract_model(config.components[part], dtype, storage)
 
     found = {}
     for name in COMPONENTS:
@@ -167,22 +167,21 @@ def load_weights(
     """Load each component's weights onto the mesh, strictly and one tensor at a time."""
     return {
         name: {
-            key: place(read(), of_weight(mesh, key, component.weights[key].shape))
-            for key, read in readers(component, checkpoint).items()
+            key: place(value, of_weight(mesh, key, value.shape))
+            for key, value in read_weights(component, checkpoint)
         }
         for name, component in components.items()
     }
 
 
 def host_weights(component: JaxComponent, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    return {name: read() for name, read in readers(component, checkpoint).items()}
+    return dict(read_weights(component, checkpoint))
 
 
-def readers(component: JaxComponent, checkpoint: Checkpoint) -> dict[str, Callable[[], np.ndarray]]:
-    """Check the checkpoint; return, for each weight, a function that reads it.
-
-    The function returns the weight arranged and cast as the component takes it.
-    """
+def read_weights(
+    component: JaxComponent, checkpoint: Checkpoint
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Check the checkpoint, then read each weight, arranged and cast as the component takes it."""
     tensors = {}
     for part in sorted({name.partition(".")[0] for name in component.slots}):
         tensors[part] = checkpoint.tensors(part)
@@ -190,13 +189,10 @@ def readers(component: JaxComponent, checkpoint: Checkpoint) -> dict[str, Callab
             component.component.models[part], tensors[part], f"{part} of {checkpoint.source}"
         )
 
-    def read(name, slot):
+    for name, slot in component.slots.items():
         part, _, path = name.partition(".")
-        return slot.arranged(tensors[part][path].read()).astype(slot.variable.dtype)
-
-    found = {name: partial(read, name, slot) for name, slot in component.slots.items()}
-    found |= {name: partial(np.asarray, x) for name, x in component.tables.items()}
-    return found | {
-        name: partial(np.zeros, tuple(variable.shape), variable.dtype)
-        for name, variable in component.places.items()
-    }
+        for end, value in slot.values(tensors[part][path].read()).items():
+            yield name + end, value.astype(slot.variables[end].dtype)
+    yield from component.tables.items()
+    for name, variable in component.places.items():
+        yield name, np.zeros(tuple(variable.shape), variable.dtype)

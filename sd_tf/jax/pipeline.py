@@ -38,6 +38,7 @@ class JaxPipeline(Chain):
         width: int | None = None,
         batch_sizes: Sequence[int] = (),
         sizes: Sequence[Size] = (),
+        storage: str | None = None,
         max_steps: int = 100,
         guidance: str = "classifier_free",
         guidance_rescale: float = 0.0,
@@ -56,6 +57,7 @@ class JaxPipeline(Chain):
             precision: of the models. Sampler, guidance, norms and softmax stay float32.
             batch_size: pictures per call of the compiled code; None: one for each data shard.
             height, width, batch_sizes, sizes: as for an export.
+            storage: of T5's linear layers: int8; None: in the precision.
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
             adapter_slots, adapter_rank, adapter_layers: as for an export.
             compile_cache: folder where compiled code is kept between processes.
@@ -81,6 +83,7 @@ class JaxPipeline(Chain):
             width=width,
             sizes=sizes,
             precision=precision,
+            storage=storage,
             max_steps=max_steps,
             guidance=guidance,
             guidance_rescale=guidance_rescale,
@@ -200,6 +203,7 @@ def _weights_of_checkpoint(
         batch_sizes=manifest.shapes.batch_sizes,
         sizes=manifest.shapes.sizes,
         precision=manifest.precision,
+        storage=next(iter(manifest.storage.values()), None),
         max_steps=manifest.max_steps,
         guidance=manifest.guidance,
         guidance_rescale=manifest.guidance_rescale,

@@ -1,6 +1,7 @@
 """The kinds of layers that the models consist of; each creates its variables when constructed.
 
 Dense and convolution layers are Keras' own, with room for an adapter's branch (`branches.py`).
+Models may be built with linear layers that are stored in fewer bits (`storage.py`).
 Norms compute their statistics in float32 under every dtype policy. All weights start at zero: a
 checkpoint or a trainer fills them.
 """
@@ -15,6 +16,7 @@ from keras.src.backend.common import global_state
 
 from sd_tf.models.branches import with_branch
 from sd_tf.models.convolution import convolve, convolve_doubled
+from sd_tf.models.storage import linear_class
 
 
 @contextlib.contextmanager
@@ -50,6 +52,10 @@ class Linear(keras.layers.Dense):
 
 
 def dense(in_features, out_features, use_bias=True, dtype=None):
+    """Make a linear layer of the kind that `storage.stored_as` asks for."""
+    kind = linear_class()
+    if kind is not None:
+        return kind(in_features, out_features, use_bias, dtype)
     layer = Linear(out_features, use_bias=use_bias, kernel_initializer="zeros", dtype=dtype)
     layer.build((None, in_features))
     return layer

@@ -17,7 +17,7 @@ from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 7  # 7: scales of further guidance, the family's defaults
+FORMAT_VERSION = 7  # 7: scales of further guidance, the family's defaults, storage
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -124,6 +124,7 @@ class Manifest:
     family: str
     shapes: Shapes
     precision: str
+    storage: dict[str, str]  # the checkpoint's parts that are stored in fewer bits, and how: int8
     max_steps: int
     schedulers: dict[str, SchedulerRecord]
     history: int  # predictions that the loop keeps from step to step
@@ -294,8 +295,8 @@ def _from_version_5(content: dict[str, Any]) -> None:
 
 
 def _from_version_6(content: dict[str, Any]) -> None:
-    """Add that there is no further guidance, and no default of the family's own."""
-    content |= {"further_scales": [], "suited": {}}
+    """Add that nothing is stored in fewer bits, no further guidance, and no family's defaults."""
+    content |= {"storage": {}, "further_scales": [], "suited": {}}
 
 
 def serves(component: str, part: str) -> bool:

@@ -84,7 +84,7 @@ class Painter:
             latent = run("diffusion_model", num_steps=steps, **inputs)["latent"]
         return ops.convert_to_numpy(run("decoder", latent=latent)["generated_images"])
 
-    def _model(self, name: str, precision: str) -> Callable:
+    def _model(self, name: str, precision: str, storage: str | None) -> Callable:
         """Fetch a model as it is, in the precision that it is trained in."""
         model = self.models[name]
 

@@ -70,11 +70,18 @@ class Checkpoint:
         files = {tensor.file for tensor in self.tensors(component).values()}
         return sorted(file for file in files if file is not None)
 
-    def build(self, component: str, dtype: str = "float32") -> keras.layers.Layer:
-        """Build the component's model and load its weights, strictly and one tensor at a time."""
+    def build(
+        self, component: str, dtype: str = "float32", storage: str | None = None
+    ) -> keras.layers.Layer:
+        """Build the component's model and load its weights, strictly and one tensor at a time.
+
+        Args:
+            storage: how the kernels of its linear layers are stored; None: in `dtype`.
+        """
         tensors = self.tensors(component)
         where = f"{component} of {self.source}"
-        return layout.load(self.config.components[component], tensors, dtype, where)
+        config = self.config.components[component]
+        return layout.load(config, tensors, dtype, where, storage)
 
     def tokenizer(self, text_encoder: str = "text_encoder") -> Tokenizer:
         """Return the checkpoint's own tokenizer, or CLIP's packaged one with the family's padding.

@@ -4,6 +4,7 @@ The models' attributes are named after the checkpoint, so a variable's path is i
 All that is needed beyond that is one rule for each kind of layer.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from keras import ops
 
 from sd_tf.config import AUTOENCODER, PipelineConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
-from sd_tf.models import MODEL_CLASSES, deferred_variables
+from sd_tf.models import MODEL_CLASSES, deferred_variables, stored_as
 from sd_tf.models.layers import Norm, PointwiseConv, RMSNorm, Table
+from sd_tf.models.storage import Int8Linear
+from sd_tf.weights.int8 import rounded
 
 # Layer kind → (its variable, the checkpoint's name, the axes from the stored layout to Keras').
 LAYOUTS = (
     (keras.layers.Dense, (("kernel", "weight", (1, 0)), ("bias", "bias", None))),
+    (Int8Linear, (("values", "weight", (1, 0)), ("bias", "bias", None))),
     (keras.layers.Conv2D, (("kernel", "weight", (2, 3, 1, 0)), ("bias", "bias", None))),
     (keras.layers.Embedding, (("embeddings", "weight", None),)),
     (Norm, (("scale", "weight", None), ("bias", "bias", None))),
@@ -30,7 +34,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Slot:
-    """One variable of a model, and how a checkpoint stores it."""
+    """A variable of a model, and how a checkpoint stores it."""
 
     variable: keras.Variable
     axes: tuple[int, ...] | None
@@ -48,12 +52,23 @@ class Slot:
         """Whether a tensor of that shape fits; a matrix may be stored as a 1×1 convolution."""
         return _without_kernel(shape, self.axes) == _without_kernel(self.shape, self.axes)
 
+    @property
+    def variables(self) -> dict[str, keras.Variable]:
+        """All variables that the tensor fills, by what is added to its name."""
+        return {"": self.variable}
+
+    def values(self, stored: np.ndarray) -> dict[str, np.ndarray]:
+        """Turn the stored tensor into the variables' values, which may have its dtype."""
+        return {"": self.arranged(stored)}
+
     def fill(self, read: Callable[[], np.ndarray]) -> None:
-        value = ops.convert_to_tensor(self.arranged(read()), dtype=self.variable.dtype)
-        if self.variable._value is None:  # deferred: this is its first storage
-            self.variable._initialize(value)
-        else:
-            self.variable.assign(value)
+        for end, values in self.values(read()).items():
+            variable = self.variables[end]
+            value = ops.convert_to_tensor(values, dtype=variable.dtype)
+            if variable._value is None:  # deferred: this is its first storage
+                variable._initialize(value)
+            else:
+                variable.assign(value)
 
     def arranged(self, stored: np.ndarray) -> np.ndarray:
         """Turn stored values into Keras' layout."""
@@ -63,12 +78,33 @@ class Slot:
         return np.ascontiguousarray(stored)
 
     def stored(self, dtype: str | None = None) -> np.ndarray:
-        value = np.asarray(self.variable)
+        value = self._value()
         if dtype is not None:
             value = value.astype(dtype)
         if self.axes is not None:
             value = np.transpose(value, np.argsort(self.axes))
         return np.ascontiguousarray(value.reshape(self.shape))
+
+    def _value(self) -> np.ndarray:
+        return np.asarray(self.variable)
+
+
+@dataclass(frozen=True)
+class Int8Slot(Slot):
+    """The whole numbers of an `Int8Linear`, and their scales, which the same tensor fills."""
+
+    scale: keras.Variable
+
+    @property
+    def variables(self) -> dict[str, keras.Variable]:
+        return {"": self.variable, "_scale": self.scale}
+
+    def values(self, stored: np.ndarray) -> dict[str, np.ndarray]:
+        values, scale = rounded(stored.reshape(_without_kernel(stored.shape, self.axes)))
+        return {"": self.arranged(values), "_scale": scale}
+
+    def _value(self) -> np.ndarray:
+        return np.asarray(self.variable) * np.asarray(self.scale)
 
 
 def _without_kernel(shape, axes):
@@ -84,9 +120,12 @@ def slots(model: keras.layers.Layer) -> dict[str, Slot]:
         for attribute, name, axes in _layout(layer):
             variable = getattr(layer, attribute)
             if variable is not None:
-                pointwise = isinstance(layer, PointwiseConv) and attribute == "kernel"
                 full_name = f"{path}.{name}" if name else path
-                found[full_name] = Slot(variable, axes, pointwise)
+                if attribute == "values" and isinstance(layer, Int8Linear):
+                    found[full_name] = Int8Slot(variable, axes, False, layer.scale)
+                else:
+                    pointwise = isinstance(layer, PointwiseConv) and attribute == "kernel"
+                    found[full_name] = Slot(variable, axes, pointwise)
     return found
 
 
@@ -125,9 +164,11 @@ def _leaves(layer, path) -> Iterator[tuple[str, keras.layers.Layer]]:
                 yield from _leaves(child, f"{path}.{child_name}" if path else child_name)
 
 
-def abstract_model(config, dtype: str = "float32") -> keras.layers.Layer:
+def abstract_model(
+    config, dtype: str = "float32", storage: str | None = None
+) -> keras.layers.Layer:
     """Build the model of a component's config, with variables that have no storage yet."""
-    with deferred_variables():
+    with deferred_variables(), stored_as(storage):
         return MODEL_CLASSES[type(config)](config, dtype=dtype)
 
 
@@ -180,10 +221,52 @@ def check(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor], where:
         raise CheckpointError(f"{where} does not fit its configuration. " + ". ".join(found))
 
 
-def load(config, tensors: Mapping[str, StoredTensor], dtype: str, where: str):
-    """Build a component's model and fill it with the tensors, one at a time."""
-    model = abstract_model(config, dtype)
+def load(
+    config,
+    tensors: Mapping[str, StoredTensor],
+    dtype: str,
+    where: str,
+    storage: str | None = None,
+) -> keras.layers.Layer:
+    """Build a component's model and fill it with the tensors, one at a time.
+
+    Args:
+        storage: how the kernels of its linear layers are stored; None: in `dtype`.
+    """
+    model = abstract_model(config, dtype, storage)
     check(model, tensors, where)
     for name, slot in slots(model).items():
         slot.fill(tensors[name].read)
     return model
+
+
+@contextlib.contextmanager
+def read_when_used(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]):
+    """Run a model whose variables have no storage: each is read when a layer uses it.
+
+    One tensor is in memory at a time, so a model that would not fit can be run, but every run reads
+    the whole checkpoint, and Keras' embeddings more than once.
+    """
+    with _Reader(slots(model), tensors):
+        yield
+
+
+class _Reader(keras.StatelessScope):
+    """Gives variables the values of tensors."""
+
+    def __init__(self, found: Mapping[str, Slot], tensors: Mapping[str, StoredTensor]):
+        super().__init__(initialize_variables=False)
+        self.tensors = tensors
+        self.places = {
+            id(variable): (name, end)
+            for name, slot in found.items()
+            for end, variable in slot.variables.items()
+        }
+        self.slots = found
+
+    def get_current_value(self, variable):
+        if id(variable) not in self.places:
+            return super().get_current_value(variable)
+        name, end = self.places[id(variable)]
+        values = self.slots[name].values(self.tensors[name].read())
+        return ops.convert_to_tensor(values[end], dtype=variable.dtype)
