@@ -89,8 +89,7 @@ def text_encoder(
             parts = ops.unstack(parts, axis=1) if len(contexts) > 1 else [parts]
             contexts = [emphasized(*both) for both in zip(contexts, parts, strict=True)]
         pooled = [one[::chunks] for one in pooled]
-        if weights is not None:
-            pooled = [kept(one, weights) for one in pooled]
+        pooled = pooled if weights is None else [kept(one, weights) for one in pooled]
         texts = Texts([joined(context) for context in contexts], t5, pooled)
         return conditioner.conditions(config, texts)
 

@@ -135,8 +135,9 @@ def called(component: JaxComponent, shapes: Shapes) -> dict[str, tuple[str, Shap
     return {
         shapes.signature(endpoint, shape): (endpoint, shape)
         for shape in shapes.all
+        for known in [component.component.endpoints(shape)]
         for endpoint in CALLED[component.component.name]
-        if endpoint in component.component.endpoints(shape)
+        if endpoint in known
     }
 
 
