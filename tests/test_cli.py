@@ -67,6 +67,7 @@ EXPORTING = (
     *("--overwrite", "--family=sd2-v", "--variant=fp16", "--revision=main", "--noema"),
     *("--adapter_slots=2", "--adapter_rank=4", "--adapter_layers=all"),
     *("--without=text_encoder_3", "--max_sequence_length=77", "--t5_tokenizer=t5"),
+    "--storage=int8",
     *("--lora=a.safetensors@0.5", "--lora=b@c"),
     *("--embedding=<a>=a.safetensors", "--embeddings=b.safetensors"),
 )

@@ -240,7 +240,7 @@ def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
     _, folder = small_pipelines("sdxl-refiner")
     assert tune(folder, "world:4") == 1
     error = capsys.readouterr().err
-    assert "takes a checkpoint of SD1, SD2 or SDXL base" in error
+    assert "takes a checkpoint of SD1, SD2, SDXL base or SD3" in error
     assert "Received: sdxl-refiner" in error
     assert tune(folder, "world:0") == 1
     assert (
