@@ -10,6 +10,7 @@ from keras import ops
 
 from sd_tf.components.spec import Spec
 from sd_tf.config import PipelineConfig
+from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE
 from sd_tf.sampling.loop import guide, guide_edit
 
 SCALE, IMAGE_SCALE = "unconditional_guidance_scale", "image_guidance_scale"
@@ -42,7 +43,6 @@ class Extra:
     """
 
     scale: str  # the input that asks for it
-    off: float  # the scale's value that does not
     part: Part
     is_wanted: Callable  # (call, calls, scale, *the guidance's scales) → whether to make it
     combine: Callable  # (output so far, the prompt's prediction, this prediction, scale) → output
@@ -72,9 +72,8 @@ class Guidance:
 
     def without_extra(self) -> dict:
         """Return the value of `further_inputs` that asks for nothing."""
-        return (
-            {} if self.extra is None else {self.extra.scale: ops.convert_to_tensor(self.extra.off)}
-        )
+        names = [] if self.extra is None else [self.extra.scale]
+        return {name: ops.convert_to_tensor(NO_FURTHER_GUIDANCE[name]) for name in names}
 
     def conditions(self, given: Mapping, names: Sequence[str]) -> dict:
         """Concatenate, for every part, the named conditions or their `unconditional_` twins."""
@@ -134,7 +133,6 @@ def _for_sd3(config: PipelineConfig, alone: Guidance, rescale: float) -> Guidanc
 
     skip = Extra(
         SKIP_SCALE,
-        0.0,
         Part(prompt=True),
         skip_is_wanted,
         lambda output, own, without, scale: output + scale * (own - without),
@@ -152,7 +150,6 @@ def _for_flux(config: PipelineConfig, alone: Guidance, rescale: float) -> Guidan
     """Guide by a negative prompt only where its scale asks for it: models are told a scale."""
     negative = Extra(
         TRUE_SCALE,
-        1.0,
         Part(prompt=False),
         lambda call, calls, scale, guidance: scale > 1.0,
         lambda output, own, negative, scale: guide(negative, own, scale),

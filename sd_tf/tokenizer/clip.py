@@ -6,14 +6,10 @@ which is therefore a special token and is recognised as such inside a prompt, to
 
 import gzip
 import json
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -29,8 +25,7 @@ from sd_tf.config import END_TOKEN, START_TOKEN
 from sd_tf.files.objects import read_object
 from sd_tf.tokenizer.added import Piece, Vectors, add_tokens, expanded, vectors_of
 from sd_tf.tokenizer.errors import TokenizerError
-
-logger = logging.getLogger(__name__)
+from sd_tf.tokenizer.fixed import FixedLengthTokenizer, length_of, object_or_empty, read_backend
 
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -42,31 +37,21 @@ WORDS = (
 )
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """The ids of one text, at the fixed length, and the end of the text that was cut off."""
-
-    ids: tuple[int, ...]
-    cut: str
-
-
-class ClipTokenizer:
+class ClipTokenizer(FixedLengthTokenizer):
     """Turns texts into ids of a fixed length: start token, text, end token, padding.
 
-    An added token of several vectors becomes the ids of all of them.
+    An added token of several vectors becomes the ids of all of them, which `backend` does not know.
     """
+
+    END = END
 
     def __init__(self, backend: Tokenizer, pad_token: str = END, max_length: int = 77):
         for token in (START, END, pad_token):
             if backend.token_to_id(token) is None:
                 raise TokenizerError(f"The tokenizer's vocabulary has no token {token!r}.")
-        backend.no_truncation()
-        backend.no_padding()
         backend.add_special_tokens([START, END, pad_token])
-        self._backend = backend
+        super().__init__(backend, pad_token, max_length)
         self._vectors = vectors_of(backend)
-        self.pad_token = pad_token
-        self.max_length = max_length
 
     @classmethod
     def clip(cls, pad_token_id: int = END_TOKEN, max_length: int = 77) -> "ClipTokenizer":
@@ -83,25 +68,18 @@ class ClipTokenizer:
         """
         folder = Path(folder)
         settings = {
-            **_object_or_empty(folder / "tokenizer_config.json"),
-            **_object_or_empty(folder / "special_tokens_map.json"),  # wins where the two disagree
+            **object_or_empty(folder / "tokenizer_config.json"),
+            **object_or_empty(folder / "special_tokens_map.json"),  # wins where the two disagree
         }
         if (folder / "tokenizer.json").is_file():
-            try:
-                backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            except Exception as error:  # the library raises nothing narrower
-                raise TokenizerError(
-                    f"{folder / 'tokenizer.json'} cannot be read: {error}"
-                ) from error
+            backend = read_backend(folder / "tokenizer.json")
         else:
             backend = _read_vocabulary(folder)
             _add_tokens(backend, folder, settings)
         pad = settings.get("pad_token") or END
         pad = pad["content"] if isinstance(pad, dict) else pad
         if max_length is None:
-            # Transformers writes a huge number for no limit.
-            length = settings.get("model_max_length", 77)
-            max_length = length if length <= 10_000 else 77
+            max_length = length_of(folder, settings, 77)
         return cls(backend, pad, max_length)
 
     def with_tokens(self, counts: Mapping[str, int]) -> "ClipTokenizer":
@@ -116,11 +94,6 @@ class ClipTokenizer:
         return ClipTokenizer(backend, self.pad_token, self.max_length)
 
     @property
-    def backend(self) -> Tokenizer:
-        """The tokenizer of the `tokenizers` library, which does not expand tokens to vectors."""
-        return self._backend
-
-    @property
     def vectors(self) -> Vectors:
         """The added tokens of several vectors: the first one's id → the ids of all."""
         return self._vectors
@@ -129,30 +102,9 @@ class ClipTokenizer:
     def start_token_id(self) -> int:
         return self._backend.token_to_id(START)
 
-    @property
-    def end_token_id(self) -> int:
-        return self._backend.token_to_id(END)
-
-    @property
-    def pad_token_id(self) -> int:
-        return self._backend.token_to_id(self.pad_token)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str) -> Encoding:
-        """Encode one text; ids beyond the fixed length are cut off before the end token."""
-        if not isinstance(text, str):
-            raise TypeError(f"A prompt must be a str. Received: {text!r}")
+    def _ids(self, text: str) -> tuple[list[int], list[int]]:
         pieces = self._pieces(text, add_special_tokens=True)
-        ids, cut = [piece.id for piece in pieces], ""
-        if len(ids) > self.max_length:
-            last = self.max_length - 1
-            cut = text[pieces[last].start :]
-            ids = [*ids[:last], self.end_token_id]
-        padding = [self.pad_token_id] * (self.max_length - len(ids))
-        return Encoding((*ids, *padding), cut)
+        return [piece.id for piece in pieces], [piece.start for piece in pieces]
 
     def token_id(self, token: str) -> int | None:
         """Return a token's id; None: the vocabulary has no such token."""
@@ -169,14 +121,6 @@ class ClipTokenizer:
     def count(self, text: str) -> int:
         """Count a text's ids, those that are cut off included, start and end token not."""
         return len(self.tokens(text))
-
-    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
-        texts = [texts] if isinstance(texts, str) else texts
-        encodings = [self.encode(text) for text in texts]
-        for encoding in encodings:
-            warn_of_cut(encoding.cut, self.max_length)
-        return np.array([e.ids for e in encodings], "int32").reshape(-1, self.max_length)
 
     def save(self, folder: str | Path) -> None:
         """Write the files that diffusers, transformers and `from_folder` read."""
@@ -206,14 +150,6 @@ class ClipTokenizer:
         }
         (folder / "special_tokens_map.json").write_text(json.dumps(special, indent=2))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-
-
-def warn_of_cut(cut: str, most: int) -> None:
-    """Log a warning if a part of a prompt was cut off because it has more than `most` tokens."""
-    if cut:
-        logger.warning(
-            "The prompt is longer than %d tokens; this part of it was cut: %r", most, cut
-        )
 
 
 def _clip_backend(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
@@ -296,7 +232,7 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: dict) -> None:
     added = {
         entry["content"]: int(index)
         for index, entry in settings.get("added_tokens_decoder", {}).items()
-    } | _object_or_empty(folder / "added_tokens.json")
+    } | object_or_empty(folder / "added_tokens.json")
     for token, index in sorted(added.items(), key=lambda item: item[1]):
         if backend.token_to_id(token) is None:
             backend.add_tokens([AddedToken(token, normalized=True)])
@@ -305,7 +241,3 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: dict) -> None:
                 f"The added token {token!r} of {folder} must have id {index}, but the next free id "
                 f"is {backend.token_to_id(token)}: tokens before it are missing."
             )
-
-
-def _object_or_empty(file: Path) -> dict[str, Any]:
-    return read_object(file, TokenizerError) if file.is_file() else {}

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sd_tf.tokenizer.clip import ClipTokenizer, warn_of_cut
+from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer.fixed import warn_of_cut
 
 MARKS = re.compile(
     r"\\(?P<literal>[\\()\[\]]?)"

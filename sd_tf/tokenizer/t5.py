@@ -7,13 +7,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 
-from sd_tf.files.objects import read_object
-from sd_tf.tokenizer.clip import Encoding, warn_of_cut
 from sd_tf.tokenizer.errors import TokenizerError
+from sd_tf.tokenizer.fixed import FixedLengthTokenizer, length_of, object_or_empty, read_backend
 from sd_tf.tokenizer.spiece import Vocabulary, read_spiece
 
 SPECIAL = PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"  # a vocabulary begins with them
@@ -23,21 +21,19 @@ STRANGE = "\ue000"  # a character for private use, which no vocabulary has
 MAX_LENGTH = 512  # where a tokenizer's files set no limit
 
 
-class T5Tokenizer:
+class T5Tokenizer(FixedLengthTokenizer):
     """Turns texts into ids of a fixed length: text, end token, padding."""
+
+    END = END
 
     def __init__(self, backend: Tokenizer, max_length: int, source: str | Path = "the tokenizer"):
         """Take a tokenizer of the `tokenizers` library; `source` is what errors call it."""
         _check(backend, source)
         if max_length < 1:
             raise TokenizerError(f"max_length must be at least 1. Received: {max_length}")
-        backend.no_truncation()
-        backend.no_padding()
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_special_tokens([token for token in SPECIAL if token not in known])
-        self._backend = backend
-        self.pad_token = PAD
-        self.max_length = max_length
+        super().__init__(backend, PAD, max_length)
 
     @classmethod
     def from_folder(cls, folder: str | Path, max_length: int | None = None) -> "T5Tokenizer":
@@ -49,10 +45,7 @@ class T5Tokenizer:
         folder = Path(folder)
         file, spiece = folder / "tokenizer.json", folder / "spiece.model"
         if file.is_file():
-            try:
-                backend = Tokenizer.from_file(str(file))
-            except Exception as error:  # the library raises nothing narrower
-                raise TokenizerError(f"{file} cannot be read: {error}") from error
+            backend = read_backend(file)
         elif spiece.is_file():
             file, backend = spiece, unigram(read_spiece(spiece), spiece)
         else:
@@ -60,51 +53,23 @@ class T5Tokenizer:
                 f"The folder of a T5 tokenizer must hold tokenizer.json or spiece.model. "
                 f"Missing: {file}"
             )
-        return cls(backend, _length(folder) if max_length is None else max_length, file)
+        if max_length is None:
+            settings = object_or_empty(folder / "tokenizer_config.json")
+            max_length = length_of(folder, settings, MAX_LENGTH)
+        return cls(backend, max_length, file)
 
     def with_length(self, max_length: int) -> "T5Tokenizer":
         """Return the tokenizer with another fixed length."""
         return T5Tokenizer(self._backend, max_length)
 
-    @property
-    def backend(self) -> Tokenizer:
-        """The tokenizer of the `tokenizers` library."""
-        return self._backend
-
-    @property
-    def end_token_id(self) -> int:
-        return self._backend.token_to_id(END)
-
-    @property
-    def pad_token_id(self) -> int:
-        return self._backend.token_to_id(PAD)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str) -> Encoding:
-        """Encode one text; ids beyond the fixed length are cut off before the end token."""
-        if not isinstance(text, str):
-            raise TypeError(f"A prompt must be a str. Received: {text!r}")
+    def _ids(self, text: str) -> tuple[list[int], list[int]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        most = self.max_length - 1
-        cut = text[encoding.offsets[most][0] :] if len(encoding.ids) > most else ""
-        ids = [*encoding.ids[:most], self.end_token_id]
-        padding = [self.pad_token_id] * (self.max_length - len(ids))
-        return Encoding((*ids, *padding), cut)
+        starts = [start for start, _ in encoding.offsets]
+        return [*encoding.ids, self.end_token_id], [*starts, len(text)]
 
     def count(self, text: str) -> int:
         """Count a text's ids, those that are cut off included, the end token not."""
         return len(self._backend.encode(text, add_special_tokens=False).ids)
-
-    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
-        """Encode one text or several → int32 (N, max_length); log a warning for what is cut off."""
-        texts = [texts] if isinstance(texts, str) else texts
-        encodings = [self.encode(text) for text in texts]
-        for encoding in encodings:
-            warn_of_cut(encoding.cut, self.max_length)
-        return np.array([e.ids for e in encodings], "int32").reshape(-1, self.max_length)
 
     def save(self, folder: str | Path) -> None:
         """Write the files that diffusers, transformers and `from_folder` read."""
@@ -174,16 +139,3 @@ def _check_special(pieces: Sequence[str | None], source: str | Path) -> None:
             f"A T5 vocabulary must begin with {', '.join(SPECIAL)}. Received: "
             f"{', '.join(map(str, found))} in {source}"
         )
-
-
-def _length(folder: Path) -> int:
-    """Return the length that the settings limit texts to.
-
-    Transformers writes a huge number for no limit.
-    """
-    file = folder / "tokenizer_config.json"
-    settings = read_object(file, TokenizerError) if file.is_file() else {}
-    length = settings.get("model_max_length", MAX_LENGTH)
-    if not isinstance(length, int | float):
-        raise TokenizerError(f"{file}: model_max_length must be a number. Received: {length!r}")
-    return length if length <= 10_000 else MAX_LENGTH
