@@ -1,10 +1,13 @@
-"""`python -m tests.jax_many FOLDER`: the same eight pictures on one, eight, and divided devices.
+"""`python -m tests.jax_many FOLDER MODEL OPTIONS`: the same eight pictures on one device, on eight,
+and with `MODEL` devices to each copy of the weights. OPTIONS (JSON) are the pipeline's.
 
 In processes of several hosts: `python -m tests.jax_many FOLDER COORDINATOR COUNT NUMBER`.
 """
 
+import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 DEVICES = 8
@@ -16,7 +19,7 @@ def setup(devices: int) -> None:
 
 
 PROMPTS = ["a red star", "two cats", "", "a boat", "the letter w", "a ring", "rain", "a red star"]
-CALL = {"seed": [3, 1, 4, 1, 5, 9, 2, 6], "num_steps": 3, "scheduler": "euler_ancestral"}
+CALL = {"seed": [3, 1, 4, 1, 5, 9, 2, 6], "num_steps": 3}
 
 
 def draw(folder: Path, mesh, **options):
@@ -24,12 +27,14 @@ def draw(folder: Path, mesh, **options):
 
     options = {"batch_size": DEVICES, "height": 64, "width": 64, "max_steps": 4, **options}
     pipe = JaxPipeline.from_checkpoint(folder / "checkpoint", mesh, "float32", **options)
-    weights = pipe.weights["diffusion_model"].values()
-    on_first = sum(w.addressable_shards[0].data.nbytes for w in weights)
+    on_first = Counter()  # model → bytes
+    for weights in pipe.weights.values():
+        for name, weight in weights.items():
+            on_first[name.partition(".")[0]] += weight.addressable_shards[0].data.nbytes
     return pipe(PROMPTS, **CALL).images, on_first
 
 
-def one_host(folder: Path) -> None:
+def one_host(folder: Path, model: int, **options) -> None:
     import jax
     import numpy as np
 
@@ -38,12 +43,12 @@ def one_host(folder: Path) -> None:
     meshes = {
         "one": make_mesh(jax.devices()[:1]),
         "data": make_mesh(),
-        "model": make_mesh(model=4),
+        "model": make_mesh(model=model),
     }
-    found = {name: draw(folder, mesh) for name, mesh in meshes.items()}
-    pictures = {name: images for name, (images, _) in found.items()}
-    sizes = {f"{name}_bytes": size for name, (_, size) in found.items()}
-    np.savez(folder / "pictures.npz", **pictures, **sizes)
+    found = {name: draw(folder, mesh, **options) for name, mesh in meshes.items()}
+    np.savez(folder / "pictures.npz", **{name: images for name, (images, _) in found.items()})
+    sizes = {name: on_first for name, (_, on_first) in found.items()}
+    (folder / "bytes.json").write_text(json.dumps(sizes))
 
 
 def several_hosts(folder: Path, coordinator: str, count: int, number: int) -> None:
@@ -54,15 +59,17 @@ def several_hosts(folder: Path, coordinator: str, count: int, number: int) -> No
     from sd_tf.jax import make_mesh
 
     assert len(jax.devices()) == DEVICES
-    images, _ = draw(folder, make_mesh())
+    images, _ = draw(folder, make_mesh(), scheduler="euler_ancestral")
     np.save(folder / f"host{number}.npy", images)
 
 
 if __name__ == "__main__":
-    folder, *host = sys.argv[1:]
-    if host:
-        setup(DEVICES // int(host[1]))
-        several_hosts(Path(folder), host[0], int(host[1]), int(host[2]))
+    folder, *rest = sys.argv[1:]
+    if len(rest) == 3:
+        coordinator, count, number = rest
+        setup(DEVICES // int(count))
+        several_hosts(Path(folder), coordinator, int(count), int(number))
     else:
+        model, options = rest
         setup(DEVICES)
-        one_host(Path(folder))
+        one_host(Path(folder), int(model), **json.loads(options))

@@ -151,18 +151,40 @@ def test_adapters_are_switched_without_compiling(pipe, compiled, compilations, t
 # Many devices
 
 
-def test_many_devices(tmp_path):
-    shutil.copytree(small_folder(), tmp_path / "checkpoint")
-    run_python("-m", "tests.jax_many", tmp_path)
-    found = np.load(tmp_path / "pictures.npz")
+def on_many_devices(folder, checkpoint, model, **options):
+    """Draw on one device, on eight, and with the weights divided.
+
+    Returns: model → its bytes on a device, whole and divided.
+    """
+    shutil.copytree(checkpoint, folder / "checkpoint")
+    run_python("-m", "tests.jax_many", folder, str(model), json.dumps(options))
+    found = np.load(folder / "pictures.npz")
     for name in ("data", "model"):
         difference = np.abs(found[name].astype(int) - found["one"])
         assert difference.max() <= 1, name
     assert psnr(found["one"][0], found["one"][7]) < 40  # one prompt, two seeds
+    stored = json.loads((folder / "bytes.json").read_text())
+    assert stored["data"] == stored["one"]
+    return stored["one"], stored["model"]
+
+
+def test_many_devices(tmp_path):
+    one, divided = on_many_devices(tmp_path, small_folder(), 4, scheduler="euler_ancestral")
     # Four devices to a copy: nearly a quarter of the weights on each.
-    assert found["data_bytes"] == found["one_bytes"]
-    tables = 20e6 / 25  # max_steps=4: what is not divided
-    assert found["model_bytes"] < 0.35 * found["one_bytes"] + tables
+    assert divided["unet"] < 0.35 * one["unet"]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "t5", "options"),
+    [("sd3", "text_encoder_3", {"storage": "int8"}), ("flux-dev", "text_encoder_2", {})],
+)
+def test_a_transformer_on_many_devices(tmp_path, small_pipelines, pipeline, t5, options):
+    _, folder = small_pipelines(pipeline)
+    one, divided = on_many_devices(tmp_path, folder, 2, max_sequence_length=16, **options)
+    # Two devices to a copy: nearly half of the transformer and of T5 on each, and all of the rest.
+    for name, whole in one.items():
+        share = 0.55 if name in ("transformer", t5) else 1
+        assert divided[name] <= share * whole, name
 
 
 def test_several_hosts(tmp_path):
