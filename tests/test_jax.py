@@ -31,7 +31,7 @@ from sd_tf.jax.chips import CHIPS, chip_of, outlook, row, runs_of
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.parameter import CallError
 from sd_tf.training import memory
-from sd_tf.weights import Checkpoint, layers_of, open_checkpoint
+from sd_tf.weights import Checkpoint, CheckpointError, layers_of, open_checkpoint
 from tests import micro
 from tests.exports import CONFIG, micro_folder, small_folder
 from tests.micro_adapters import lora
@@ -407,6 +407,17 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
     assert main([*generate, "--checkpoint", str(micro_folder()), "--lora", f"{file}@0.5"]) == 0
     drawn = np.asarray(Image.open(tmp_path / "pictures" / "3.png"))
     np.testing.assert_array_equal(drawn, expected[0])
+
+
+def test_t5_from_shapes_alone(small_pipelines, tmp_path):
+    """Figures need no tokenizer of T5; what is compiled to be run does."""
+    _, folder = small_pipelines("flux-dev")
+    checkpoint = replace(open_checkpoint(folder), readers={}, tokenizer_readers={})
+    fixed = Fixed(batch_size=1, height=16, width=16, max_steps=2)
+    parts = compiling.components(checkpoint, fixed, make_mesh())
+    assert {"text_encoder", "diffusion_model", "decoder"} <= parts.keys()
+    with pytest.raises(CheckpointError, match=r"a T5, and none comes with sd_tf"):
+        compile_pipeline(checkpoint, fixed, make_mesh(), tmp_path / "out")
 
 
 def test_a_folder_with_weights_takes_no_others(compiled):

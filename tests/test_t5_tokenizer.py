@@ -327,6 +327,11 @@ def test_a_checkpoint_gives_the_length_of_its_configuration(ours):
     assert isinstance(checkpoint().tokenizer("text_encoder"), ClipTokenizer)
 
 
+def test_the_ids_of_no_text(ours):
+    np.testing.assert_array_equal(ours.empty(LENGTH), ours(""))
+    assert ours.empty(1).tolist() == [[1]]
+
+
 def test_a_checkpoint_without_t5s_tokenizer(ours):
     with pytest.raises(CheckpointError, match=r"tiny/folder has no tokenizer for its text_encoder"):
         checkpoint().tokenizer("text_encoder_2")

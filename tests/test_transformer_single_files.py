@@ -255,7 +255,7 @@ def test_without_t5(single_files, tmp_path):
         open_checkpoint(single_files("flux-dev")[0], without=["text_encoder_2"])
     tokenizer = {"t5_tokenizer": folder / "tokenizer_3"}
     with pytest.raises(
-        CheckpointError, match=r"with a T5 text encoder\. Received: .*which has none"
+        CheckpointError, match=r"is for a T5 text encoder\. Received: .*which has none"
     ):
         open_checkpoint(path, without=["text_encoder_3"], **tokenizer)
 

@@ -16,7 +16,7 @@ from sd_tf.jax import compile as ahead
 from sd_tf.jax.sharding import check_mesh, make_mesh
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.sampling.tables import steps
-from sd_tf.weights import Checkpoint, with_texts
+from sd_tf.weights import Checkpoint, t5_readers, with_texts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt_chunks", type=int, default=1, help="chunks of 75 tokens that a prompt may fill"
     )
     add_options(parser, PLACES)
-    parser.add_argument("--model_axis", type=int, default=1, help="devices that share one UNet")
+    parser.add_argument("--model_axis", type=int, default=1, help="devices that share one denoiser")
     parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
     parser.add_argument("--out", dest="output_dir", help="folder for the compiled pipeline")
     parser.add_argument("--overwrite", action="store_true")
@@ -107,14 +107,15 @@ def _checkpoint(options) -> Checkpoint:
     if options.checkpoint is not None:
         return opened(options, options.checkpoint)
     for name, value in chosen(options, OPENING).items():
-        if value and name not in ("family", "without", "max_sequence_length"):
+        if value and name not in ("family", "without", "max_sequence_length", "t5_tokenizer"):
             raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
     if options.family is None:
         raise ExportError("Give `checkpoint`, or `family` to compile from shapes alone.")
     name = f"the family {options.family}"
     family = FAMILIES[options.family]
     config = with_texts(family, options.without, options.max_sequence_length, name)
-    return Checkpoint(name, name, "shapes alone", config, {})
+    tokenizers = t5_readers(config, options.t5_tokenizer, name)
+    return Checkpoint(name, name, "shapes alone", config, {}, tokenizers)
 
 
 def _one(options, checkpoint, topology, batch) -> dict:

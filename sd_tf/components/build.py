@@ -246,7 +246,7 @@ def empty_tokens_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """
     ids: dict[str, list[np.ndarray]] = {}
     for name, encoder in checkpoint.config.text_encoders.items():
-        ids.setdefault(encoder.tokens, []).append(checkpoint.tokenizer(name)(""))
+        ids.setdefault(encoder.tokens, []).append(checkpoint.empty_text(name))
     return {
         name: found[0] if len(found) == 1 else np.stack(found, axis=1)
         for name, found in ids.items()

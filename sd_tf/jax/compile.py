@@ -47,6 +47,7 @@ def compile_pipeline(
     geometry = geometry_of(checkpoint.config, fixed)
     check_mesh(mesh, *geometry.shapes.batch_sizes)
     parts = components(checkpoint, fixed, mesh)
+    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
     output_dir = Path(output_dir)
     with staging(output_dir, overwrite, FILE_NAME, ExportError) as folder:
         signatures = {}
@@ -87,7 +88,7 @@ def compile_pipeline(
             jit_compiled_text_encoder=True,
         )
         for encoder, place in manifest.tokenizers.items():
-            checkpoint.tokenizer(encoder).save(folder / place)
+            tokenizers[encoder].save(folder / place)
         artifacts.Compiled(target, topology, bool(checkpoint.readers), signatures).write(folder)
         manifest.write(folder)
     return manifest

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 
@@ -57,6 +58,12 @@ class T5Tokenizer(FixedLengthTokenizer):
             settings = object_or_empty(folder / "tokenizer_config.json")
             max_length = length_of(folder, settings, MAX_LENGTH)
         return cls(backend, max_length, file)
+
+    @staticmethod
+    def empty(max_length: int) -> np.ndarray:
+        """Return the ids of "" → int32 (1, max_length), which every vocabulary gives alike."""
+        ids = [SPECIAL.index(END), *[SPECIAL.index(PAD)] * (max_length - 1)]
+        return np.array([ids], "int32")
 
     def with_length(self, max_length: int) -> "T5Tokenizer":
         """Return the tokenizer with another fixed length."""

@@ -5,7 +5,7 @@ from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers_save import save_folder, write_folder
 from sd_tf.weights.layout import layers_of
 from sd_tf.weights.open import open_checkpoint
-from sd_tf.weights.texts import with_texts
+from sd_tf.weights.texts import t5_readers, with_texts
 
 __all__ = [
     "Checkpoint",
@@ -14,6 +14,7 @@ __all__ = [
     "layers_of",
     "open_checkpoint",
     "save_folder",
+    "t5_readers",
     "with_texts",
     "write_folder",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import keras
+import numpy as np
 
 from sd_tf.config import PipelineConfig, T5EncoderConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor
@@ -82,6 +83,13 @@ class Checkpoint:
         where = f"{component} of {self.source}"
         config = self.config.components[component]
         return layout.load(config, tensors, dtype, where, storage)
+
+    def empty_text(self, text_encoder: str) -> np.ndarray:
+        """Return the ids of "" → int32 (1, length), for T5 without a tokenizer, too."""
+        config = self.config.text_encoders[text_encoder]
+        if isinstance(config, T5EncoderConfig):
+            return T5Tokenizer.empty(config.max_length)
+        return self.tokenizer(text_encoder)("")
 
     def tokenizer(self, text_encoder: str = "text_encoder") -> Tokenizer:
         """Return the checkpoint's own tokenizer, or CLIP's packaged one with the family's padding.

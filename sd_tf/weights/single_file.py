@@ -6,7 +6,6 @@ from shapes; it follows the family's convention: 8 in SD1, one for each 64 chann
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from sd_tf.adapters.keys import divided
@@ -18,7 +17,6 @@ from sd_tf.config import (
     latent_inputs_of,
 )
 from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
-from sd_tf.tokenizer.t5 import T5Tokenizer
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.single_file_names import (
     CLIP_L,
@@ -35,7 +33,7 @@ from sd_tf.weights.single_file_names import (
 )
 from sd_tf.weights.single_file_sizes import CHANNELS_PER_HEAD, count, read_clip, read_vae
 from sd_tf.weights.single_file_transformers import TransformerFile, recognize
-from sd_tf.weights.texts import check_left_out, check_length, check_tokenizer
+from sd_tf.weights.texts import check_left_out, check_length, t5_readers
 
 EMA = "model_ema."
 
@@ -67,11 +65,11 @@ def open_file(
         return _opened(found, scheduler, max_sequence_length, t5_tokenizer)
     check_left_out(without, None, str(path))
     check_length(max_sequence_length, False, str(path))
-    check_tokenizer(t5_tokenizer, False, str(path))
     if ema:
         tensors = _with_ema(tensors, path)
     family = _settled(detect_family(tensors, path), family, path)
     config = read_config(tensors, family)
+    t5_readers(config, t5_tokenizer, str(path))  # which refuses a tokenizer for none
     if "v_pred" in tensors:
         config = replace(config, schedule=replace(config.schedule, prediction="v_prediction"))
     config = _with_sampler(config, scheduler).check()
@@ -99,10 +97,8 @@ def _opened(
         config.check()
     components = file.tensors(config)
     readers = {name: (lambda part=part: part) for name, part in components.items()}
-    path, t5 = file.path, config.t5_encoders
-    check_tokenizer(t5_tokenizer, bool(t5), str(path))
-    reader = partial(T5Tokenizer.from_folder, t5_tokenizer)
-    tokenizers = {} if t5_tokenizer is None else dict.fromkeys(t5, reader)
+    path = file.path
+    tokenizers = t5_readers(config, t5_tokenizer, str(path))
     return Checkpoint(
         path.name, str(path), "single file", config, readers, tokenizers, missing=missing
     )

@@ -1,11 +1,13 @@
 """Which text encoders a pipeline has, and how long the prompts are that its T5 takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sd_tf.config import MMDiTConfig, PipelineConfig
 from sd_tf.files.tensors import CheckpointError
+from sd_tf.tokenizer.t5 import T5Tokenizer
 
 LEFT_OUT = "text_encoder_3"  # SD3's T5
 LONGEST = 512  # tokens of a prompt
@@ -36,13 +38,17 @@ def check_length(max_sequence_length: int | None, has_t5: bool, where: str) -> N
         )
 
 
-def check_tokenizer(t5_tokenizer: str | Path | None, has_t5: bool, where: str) -> None:
-    """Check that T5's tokenizer is given only where there is a T5."""
-    if t5_tokenizer is not None and not has_t5:
+def t5_readers(
+    config: PipelineConfig, t5_tokenizer: str | Path | None, where: str
+) -> dict[str, Callable[[], T5Tokenizer]]:
+    """Return a reader of the folder with T5's tokenizer for every T5; None: there is no folder."""
+    if t5_tokenizer is None:
+        return {}
+    if not config.t5_encoders:
         raise CheckpointError(
-            f"`t5_tokenizer` is for a single file with a T5 text encoder. Received: {where}, which "
-            f"has none"
+            f"`t5_tokenizer` is for a T5 text encoder. Received: {where}, which has none"
         )
+    return dict.fromkeys(config.t5_encoders, partial(T5Tokenizer.from_folder, t5_tokenizer))
 
 
 def with_texts(
