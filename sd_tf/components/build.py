@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from sd_tf.components.autoencoder import decoder, image_encoder
-from sd_tf.components.conditions import conditions_of
+from sd_tf.components.conditions import conditioner_of, conditions_of
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
@@ -175,6 +175,8 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
     models = {config.denoiser.component: build(config.denoiser.component, precision)}
     places = places_of(models, geometry.adapters, IN_DENOISER[geometry.adapters.layers])
     model, skipped = models[config.denoiser.component], config.denoiser.skip_layers
+    counts = conditioner_of(config).counts(config, geometry.prompt_chunks)
+    model = model if counts is None else partial(model, counts=counts)
     denoiser = places.taking_kernels(model)
     skipping = places.taking_kernels(partial(model, skipped=skipped)) if skipped else None
     guidance = guidance_of(geometry.guidance, config, geometry.guidance_rescale)

@@ -57,6 +57,8 @@ class Conditioner:
     length: Callable[[PipelineConfig, int], int]  # (…, chunks of a prompt) → tokens of the context
     conditions: Callable[[PipelineConfig, Texts], dict]
     encodes_missing: bool = True  # a negative prompt that is missing is encoded as ""
+    # (…, chunks) → how many equal tokens each token of the context stands for; None: one
+    counts: Callable[[PipelineConfig, int], tuple[int, ...] | None] = lambda config, chunks: None
 
 
 def _of_clip(config: PipelineConfig, texts: Texts) -> dict:
@@ -66,12 +68,15 @@ def _of_clip(config: PipelineConfig, texts: Texts) -> dict:
 
 
 def _of_sd3(config: PipelineConfig, texts: Texts) -> dict:
-    """Let T5's tokens, or zeros, follow CLIP's, which are filled up with zeros to their width."""
+    """Let T5's tokens follow CLIP's, which are filled up with zeros to their width.
+
+    In place of T5's, one token of zeros stands for all.
+    """
     clip = ops.concatenate(texts.clip, axis=-1)
     width = config.denoiser.context_dim
     parts = [ops.pad(clip, ((0, 0), (0, 0), (0, width - clip.shape[-1]))), *texts.t5]
     if config.zero_tokens:
-        parts.append(ops.zeros_like(parts[0][:, :1]) + ops.zeros((1, config.zero_tokens, width)))
+        parts.append(ops.zeros_like(parts[0][:, :1]))
     return {
         "context": ops.concatenate(parts, axis=1),
         "pooled": ops.concatenate(texts.pooled, axis=-1),
@@ -87,18 +92,23 @@ def _clip_length(config: PipelineConfig, chunks: int) -> int:
     return chunks * max(encoder.max_length for encoder in config.clip_encoders.values())
 
 
+def _sd3_length(config: PipelineConfig, chunks: int) -> int:
+    return _clip_length(config, chunks) + _t5_length(config) + (config.zero_tokens > 0)
+
+
+def _sd3_counts(config: PipelineConfig, chunks: int) -> tuple[int, ...] | None:
+    if not config.zero_tokens:
+        return None
+    return (*[1] * _clip_length(config, chunks), config.zero_tokens)
+
+
 def _t5_length(config: PipelineConfig) -> int:
     return sum(encoder.max_length for encoder in config.t5_encoders.values())
 
 
 CONDITIONERS = {
     "clip": Conditioner(_clip_length, _of_clip),
-    "sd3": Conditioner(
-        lambda config, chunks: (
-            _clip_length(config, chunks) + _t5_length(config) + config.zero_tokens
-        ),
-        _of_sd3,
-    ),
+    "sd3": Conditioner(_sd3_length, _of_sd3, counts=_sd3_counts),
     "flux": Conditioner(lambda config, chunks: _t5_length(config), _of_flux, encodes_missing=False),
 }
 

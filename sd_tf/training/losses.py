@@ -2,7 +2,6 @@
 
 import contextvars
 from collections.abc import Sequence
-from dataclasses import replace
 
 import keras
 import numpy as np
@@ -45,10 +44,6 @@ TARGETS = {
 }
 
 
-def _clip_tokens(config: PipelineConfig) -> int:
-    return max(encoder.max_length for encoder in config.clip_encoders.values())
-
-
 class Denoising(Block):
     """The denoiser's loss: the squared error of the predicted noise, v or flow.
 
@@ -83,10 +78,8 @@ class Denoising(Block):
         self.alpha, self.sigma, self.weight, self.told = (
             x.astype("float32") for x in (level.signal, level.noise, weight, told)
         )
-        self.more, self.conditioned = {}, config
-        if config.zero_tokens and self.text_encoders:  # the zeros are computed once
-            self.conditioned = replace(config, zero_tokens=1)
-            self.more["counts"] = (*[1] * _clip_tokens(config), config.zero_tokens)
+        counts = conditioner_of(config).counts(config, 1)
+        self.more = {} if counts is None else {"counts": counts}
 
     def call(self, batch):
         """Compute the loss.
@@ -128,7 +121,7 @@ class Denoising(Block):
             encoders = dict(zip(self.config.text_encoders, self.text_encoders, strict=True))
             read = reader_of(encoders, self.config)
             texts = Texts(*read(**{CLIP_TOKENS: batch["tokens"]}))
-            text = conditioner_of(self.config).conditions(self.conditioned, texts)
+            text = conditioner_of(self.config).conditions(self.config, texts)
         if "has_text" in batch:
             text = {
                 name: x * ops.reshape(batch["has_text"], (-1,) + (1,) * (len(x.shape) - 1))
