@@ -42,8 +42,8 @@ ALLOWED = {
         *("tokenizer", "weights"),
     },
     "bench": {
-        *("checkpoints", "config", "files", "models", "runtime", "sampling", "tokenizer"),
-        *("serving", "training", "weights"),
+        *("checkpoints", "components", "config", "files", "models", "runtime", "sampling"),
+        *("serving", "tokenizer", "training", "weights"),
     },
     "cli": {
         *("adapters", "bench", "checkpoints", "components", "config", "export", "files", "jax"),

@@ -107,6 +107,11 @@ COMMANDS = {
                 "compare the trainer's examples per second with PyTorch's, on the same UNet",
                 TENSORFLOW,
             ),
+            "denoisers": Command(
+                "sd_tf.cli.bench_denoisers",
+                "time a call of SD3's or Flux's transformer beside PyTorch and OpenVINO",
+                TENSORFLOW,
+            ),
             "starts": Command(
                 "sd_tf.cli.bench_starts",
                 "measure an export's start-up with and without a cache, and the host's share",

@@ -1,4 +1,4 @@
-"""The engines: each is a row of `KINDS` or `TRAINERS`, and a module with `load(job)`."""
+"""The engines: each is a row of a table of `TABLES`, and a module with `load(job)`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ class Job:
     export_dir: str | None = None  # folder of our export
     ir_dir: str | None = None  # folder of OpenVINO's models
     inputs: str | None = None  # None: no stages are measured
-    trains: bool = False  # whether the engine is one of TRAINERS
+    does: str = "draws"  # which of `TABLES` the engine is in
     lora_rank: int | None = None  # train an adapter, not the weights
 
     @property
     def kind(self) -> "Kind":
-        return (TRAINERS if self.trains else KINDS)[self.engine]
+        return TABLES[self.does][self.engine]
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,13 @@ TRAINERS = {
     "torch_channels_last": Kind("the same, channels_last", "pytorch_updates"),
     "torch_compile": Kind("diffusers, torch.compile", "pytorch_updates"),
 }
+# A denoiser's only stage is one call of a transformer, whose output is the prediction.
+CALL = "call"
+DENOISERS = {
+    OURS: Kind("sd_tf, TensorFlow + XLA", "our_denoiser"),
+    "jax": Kind("sd_tf on JAX", "our_denoiser", backend="jax"),
+    "torch": Kind("diffusers, PyTorch eager", "diffusers_denoiser"),
+    "torch_compile": Kind("diffusers, torch.compile", "diffusers_denoiser"),
+    "openvino": Kind("diffusers → OpenVINO", "diffusers_denoiser"),
+}
+TABLES = {"draws": KINDS, "trains": TRAINERS, "denoises": DENOISERS}

@@ -106,7 +106,7 @@ def measure(
                 threads,
                 checkpoint=options.checkpoint,
                 inputs=str(inputs),
-                trains=True,
+                does="trains",
                 lora_rank=options.lora_rank,
             )
             worker = stack.enter_context(Process(job, logs / f"training-{name}.log"))

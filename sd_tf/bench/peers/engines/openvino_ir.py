@@ -67,13 +67,16 @@ def _torch_parts(checkpoint: Path) -> dict:
     }
 
 
-def load(job: Job) -> Loaded:
-    core = openvino.Core()
-    settings = {
+def settings_for(job: Job) -> dict:
+    return {
         "INFERENCE_PRECISION_HINT": HINTS[job.precision],
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": job.threads,
     }
+
+
+def load(job: Job) -> Loaded:
+    core, settings = openvino.Core(), settings_for(job)
     given = npz.read(job.inputs)
     _, height, width, channels = given["noise"].shape
     shapes = {

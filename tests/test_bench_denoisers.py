@@ -1,0 +1,48 @@
+"""`sd-tf bench denoisers`: the same prediction first, then times of all engines."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sd_tf.cli.main import main
+from tests.exports import micro_folder
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "engines", "batch"),
+    [("sd3-without-t5", "torch,jax", 2), ("flux-dev", "openvino", 1)],
+)
+def test_engines_in_turn(tmp_path, small_pipelines, capsys, pipeline, engines, batch):
+    _, folder = small_pipelines(pipeline)
+    flags = ["--checkpoint", str(folder), "--size", "64", "--calls", "2", "--rounds", "1"]
+    places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "report")]
+    assert main(["bench", "denoisers", *flags, *places, "--engines", engines]) == 0
+    content = json.loads((tmp_path / "report" / "denoisers.json").read_text())
+    found = content["engines"]
+    assert list(found) == ["sd_tf", *engines.split(",")]
+    assert content["shapes"]["latents"] == [batch, 8, 8, 16]
+    for record in found.values():
+        assert record["psnr"] >= 90 and len(record["seconds"]) == 2, record["label"]
+        ratios = np.divide(record["seconds"], found["sd_tf"]["seconds"])
+        assert record["theirs_over_ours"] == pytest.approx(np.median(ratios))
+    assert f"64 px, batch {batch}, float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--calls", "0"], "--calls is at least 1. Received: 0"),
+        (["--size", "40"], "--size is a positive multiple of 16. Received: 40"),
+        (
+            ["--engines", "torch,flax"],
+            "--engines are of sd_tf, jax, torch, torch_compile, openvino.",
+        ),
+        (["--checkpoint", "/none"], "--checkpoint is a diffusers folder. Received: '/none'"),
+        ([], "Denoisers are compared on checkpoints of SD3 and Flux; `sd-tf bench peers` compares"),
+    ],
+)
+def test_wrong_flags(tmp_path, flags, message, capsys):
+    given = ["--checkpoint", str(micro_folder()), "--work", str(tmp_path), *flags]
+    assert main(["bench", "denoisers", *given]) == 1
+    assert message in capsys.readouterr().err
