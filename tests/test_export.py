@@ -444,9 +444,11 @@ def test_another_checkpoint_in_the_default_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "FOLDER", tmp_path)
     shutil.copytree(micro_export(), tmp_path / "tiny")
     said = []
-    assert embedded.embedded_export(False, said.append) == (tmp_path / "tiny", {})
+    assert embedded.embedded_export("tiny", said.append) == (tmp_path / "tiny", {})
     name = Manifest.read(micro_export()).checkpoint["diffusion_model"]["name"]
     assert said == [f"{tmp_path / 'tiny'} is an export of {name}"]
+    with pytest.raises(ExportError, match=r"checkpoints are tiny, .*exports others. Received: 'a'"):
+        embedded.embedded_export("a", said.append)
 
 
 def test_damaged_exports(copy):

@@ -376,6 +376,10 @@ def test_generate_with_wrong_flags(exported, tmp_path, capsys):
             for name in ("icon.ico", "page.eps")
         ),
         (["a", "--mask", "m.png"], "No embedded checkpoint paints inside a mask"),
+        (
+            ["a", "--checkpoint", "sd15"],
+            "The embedded checkpoints are tiny, tiny-edit; ",
+        ),
         (["a", "--export_dir", str(exported), "--strength", "1"], "--strength goes with image"),
     ):
         assert main(["generate", *flags]) == 1

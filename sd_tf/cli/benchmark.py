@@ -33,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _embedded() -> str:
+    from sd_tf.checkpoints import TINY
     from sd_tf.export.embedded import embedded_export
 
-    return str(embedded_export(edits=False, report=tell)[0])
+    return str(embedded_export(TINY, tell)[0])

@@ -10,10 +10,12 @@ from sd_tf.cli.drawing import add_drawing_arguments, draw, read_wanted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_drawing_arguments(parser)
-    parser.add_argument(
-        "--export_dir",
-        help="what `sd-tf export` wrote (default: the embedded checkpoint's, or with --image and "
-        "no --strength the embedded editor's, made on first use)",
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--export_dir", help="what `sd-tf export` wrote")
+    source.add_argument(
+        "--checkpoint",
+        help="an embedded one, tiny or tiny-edit, which is exported on first use (default: "
+        "tiny, or with --image and no --strength tiny-edit)",
     )
     add_load_adapter(parser)
     add_compile_cache(parser)
@@ -28,7 +30,11 @@ def run(options: argparse.Namespace) -> int:
     wanted = read_wanted(options)
     export_dir = options.export_dir
     if export_dir is None:
-        export_dir, suited = _embedded(wanted)
+        from sd_tf.checkpoints import EDITOR, TINY
+        from sd_tf.export.embedded import embedded_export
+
+        name = options.checkpoint or (EDITOR if _edits(wanted) else TINY)
+        export_dir, suited = embedded_export(name, lambda text: print(text, flush=True))
         wanted = {**suited, **wanted}
     pipe = Pipeline.load(
         export_dir,
@@ -42,12 +48,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _embedded(wanted: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return the folder and the settings of the embedded export that draws, or that edits.
-
-    The editor is used for a picture without a strength.
-    """
-    from sd_tf.export.embedded import embedded_export
-
-    edits = "image" in wanted and "strength" not in wanted
-    return embedded_export(edits, lambda text: print(text, flush=True))
+def _edits(wanted: dict[str, Any]) -> bool:
+    """Tell whether a picture is to be edited as the prompt says: it is given without a strength."""
+    return "image" in wanted and "strength" not in wanted

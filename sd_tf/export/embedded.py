@@ -6,7 +6,7 @@ from typing import Any
 
 from sd_tf.checkpoints import EDITOR, EMBEDDED, TINY
 from sd_tf.export import ExportOptions, export
-from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.weights import open_checkpoint
 
 FOLDER = Path("exports")
@@ -15,17 +15,18 @@ FOLDER = Path("exports")
 SUITED = {TINY: {"guidance_scale": 4.0}, EDITOR: {"guidance_scale": 2.0}}
 
 
-def embedded_export(edits: bool, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+def embedded_export(name: str, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
     """Return the folder of an embedded checkpoint's export, making it on first use.
 
     The folder is `exports/NAME` in the working directory; an export of another checkpoint that
     lies there is used as it is. The second value returned holds the parameters that suit the
     checkpoint, as defaults.
-
-    Args:
-        edits: use the checkpoint that edits pictures, in place of the one that draws them.
     """
-    name = EDITOR if edits else TINY
+    if name not in EMBEDDED:
+        raise ExportError(
+            f"The embedded checkpoints are {', '.join(EMBEDDED)}; `sd-tf export` exports others. "
+            f"Received: {name!r}"
+        )
     folder = FOLDER / name
     if not folder.exists():
         report(f"exporting the embedded checkpoint {name} to {folder}, once")
