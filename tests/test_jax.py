@@ -410,14 +410,20 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
 
 
 def test_t5_from_shapes_alone(small_pipelines, tmp_path):
-    """Figures need no tokenizer of T5; what is compiled to be run does."""
+    """Figures need no tokenizer of T5; what is compiled to be run does, and takes weights later."""
     _, folder = small_pipelines("flux-dev")
-    checkpoint = replace(open_checkpoint(folder), readers={}, tokenizer_readers={})
-    fixed = Fixed(batch_size=1, height=16, width=16, max_steps=2)
-    parts = compiling.components(checkpoint, fixed, make_mesh())
+    checkpoint = replace(open_checkpoint(folder, max_sequence_length=16), readers={})
+    bare, out = replace(checkpoint, tokenizer_readers={}), tmp_path / "out"
+    size = {"batch_size": 1, "height": 16, "width": 16, "max_steps": 2}
+    parts = compiling.components(bare, Fixed(**size), make_mesh())
     assert {"text_encoder", "diffusion_model", "decoder"} <= parts.keys()
     with pytest.raises(CheckpointError, match=r"a T5, and none comes with sd_tf"):
-        compile_pipeline(checkpoint, fixed, make_mesh(), tmp_path / "out")
+        compile_pipeline(bare, Fixed(**size), make_mesh(), out)
+    compile_pipeline(checkpoint, Fixed(**size, precision="float32"), make_mesh(), out)
+    loaded = JaxPipeline.load(out, checkpoint=folder, max_sequence_length=16)
+    direct = JaxPipeline.from_checkpoint(folder, None, "float32", max_sequence_length=16, **size)
+    call = {"num_steps": 2, "seed": 3}
+    np.testing.assert_array_equal(loaded("a star", **call).images, direct("a star", **call).images)
 
 
 def test_a_folder_with_weights_takes_no_others(compiled):
