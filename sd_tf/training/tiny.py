@@ -1,6 +1,6 @@
 """Train the embedded checkpoint in the tiny world: autoencoder, then text encoder and UNet."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -89,16 +89,18 @@ class Recipe:
 
     def record(self, stages: int) -> Record:
         """Record what the autoencoder and that many stages of the denoiser depend on."""
-        phases = [
-            {**asdict(phase), "settings": phase.settings.record()}
-            for phase in self.denoiser[:stages]
-        ]
         return {
             "config": asdict(self.config),
             "scenes": self.scenes,
             "autoencoder": self.autoencoder.record(),
-            "stages": {str(number): phase for number, phase in enumerate(phases, start=1)},
+            "stages": record_of(self.denoiser[:stages]),
         }
+
+
+def record_of(stages: Sequence[Draws | Reads]) -> Record:
+    """Record what stages of the denoiser depend on."""
+    records = [{**asdict(stage), "settings": stage.settings.record()} for stage in stages]
+    return {str(number): record for number, record in enumerate(records, start=1)}
 
 
 LAYOUT = Settings(

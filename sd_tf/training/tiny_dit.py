@@ -21,7 +21,7 @@ from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import freeze
 from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.settings import Averaging, Settings
-from sd_tf.training.tiny import Draws, run_stages
+from sd_tf.training.tiny import Draws, record_of, run_stages
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint, layout, open_checkpoint, save_folder
 
@@ -39,15 +39,11 @@ class Recipe:
 
     def record(self, stages: int) -> Record:
         """Record what that many stages depend on."""
-        phases = [
-            {**asdict(phase), "settings": phase.settings.record()}
-            for phase in self.denoiser[:stages]
-        ]
         return {
             "config": asdict(self.config),
             "scenes": self.scenes,
             "base": self.base,
-            "stages": {str(number): phase for number, phase in enumerate(phases, start=1)},
+            "stages": record_of(self.denoiser[:stages]),
         }
 
 
