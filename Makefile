@@ -65,9 +65,11 @@ check: lint
 
 # Two groups at a time, the longest first, and the full-size models after the servers: both want the
 # memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The system's
-# programs come before, or the groups that need none of them would begin first.
+# programs come before, or the groups that need none of them would begin first. What tests export
+# once (`once` in tests/exports.py), the groups share.
 test: lint $(VENV)/tools.stamp
-	$(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-full-size \
+	made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && SHARED_EXPORTS="$$made" \
+	    $(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-full-size \
 	    test-parity test-jax test-jax-parity
 
 SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)

@@ -1,8 +1,10 @@
 """Small exports for tests, made through the same call as the command's."""
 
 import atexit
+import fcntl
 import functools
 import io
+import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -63,14 +65,26 @@ def check_equal(ours, theirs):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@functools.cache
+def made_here() -> Path:
+    """The folder of what is made once, which all groups of `make test` share."""
+    if shared := os.environ.get("SHARED_EXPORTS"):
+        return Path(shared)
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
 def once(make):
     """`make(folder)` on first use; later calls get the same folder, which nobody may change."""
 
     @functools.cache
     def made() -> Path:
-        folder = Path(tempfile.mkdtemp()) / make.__name__
-        atexit.register(shutil.rmtree, folder.parent)
-        make(folder)
+        folder = made_here() / make.__name__
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another group may be making it
+            if not folder.exists():
+                make(folder)
         return folder
 
     return made
