@@ -1,9 +1,11 @@
-"""`sd-tf weights PATH_OR_ID`: describe a checkpoint or an adapter, and tell whether it loads."""
+"""`sd-tf weights PATH_OR_ID`: describe a checkpoint, an adapter or a ControlNet; does it load?"""
 
 import argparse
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
-from sd_tf.adapters import AdapterError, recognize
+from sd_tf.adapters import recognize
 from sd_tf.cli.adapter_description import describe_adapter
 from sd_tf.cli.arguments import place_of_adapter
 from sd_tf.cli.human_size import human_size
@@ -11,8 +13,16 @@ from sd_tf.cli.options import OPENING, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of, has_named_sizes
 from sd_tf.errors import SdTfError
+from sd_tf.files.tensors import StoredTensor
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights import Checkpoint, CheckpointError, layout
+from sd_tf.weights.diffusers_controlnet import (
+    ControlNetCheckpoint,
+    is_controlnet,
+    open_controlnet,
+)
+
+ROW = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_ID",
         help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
         "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit; "
-        "or an adapter, by its file or folder",
+        "or an adapter, by its file or folder, or the folder of a ControlNet",
     )
     add_options(parser, OPENING)
 
@@ -31,8 +41,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         file = recognize(place_of_adapter(options.source))
         if file is not None:
-            _check_no_options(options)
+            _check_no_options(options, "an adapter")
             return describe_adapter(file)
+        if is_controlnet(Path(options.source).expanduser()):
+            _check_no_options(options, "a ControlNet", except_for="variant")
+            return describe_controlnet(open_controlnet(options.source, options.variant))
         checkpoint = opened(options, options.source, incomplete=True)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)
@@ -40,12 +53,24 @@ def run(options: argparse.Namespace) -> int:
     return describe(checkpoint)
 
 
-def _check_no_options(options: argparse.Namespace) -> None:
+def _check_no_options(options: argparse.Namespace, what: str, except_for: str = "") -> None:
     for name, value in chosen(options, OPENING).items():
-        if value:
-            raise AdapterError(
-                f"{options.source} is an adapter, and the option {name} is for a checkpoint."
+        if value and name != except_for:
+            raise CheckpointError(
+                f"{options.source} is {what}, and the option {name} is for a checkpoint."
             )
+
+
+def describe_controlnet(net: ControlNetCheckpoint) -> int:
+    print(f"source      {net.source}")
+    print("format      ControlNet, diffusers folder")
+    print(f"for         {net.config.kind}, a context of {net.config.trunk.context_dim} channels")
+    order = "blue, green, red" if net.config.hint_is_bgr else "red, green, blue"
+    print(f"picture     3 channels ({order}), {net.config.downscale} pixels to a latent's side")
+    print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
+    problems = list(_row("controlnet", net.config, net.tensors))
+    print()
+    return _verdict(problems)
 
 
 def describe(checkpoint: Checkpoint) -> int:
@@ -58,23 +83,18 @@ def describe(checkpoint: Checkpoint) -> int:
         print(f"merged      {adapter.name} at {adapter.scale:g}")
     print(f"native size {config.default_size} px")
     print(f"prediction  {config.schedule.prediction}, sampler {config.schedule.sampler}")
-    row = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
-    print("\n" + row.format("component", "tensors", "parameters", "dtype", "size"))
+    print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
     problems = []
     for name, part in config.components.items():
         if name in checkpoint.missing:
-            print(row.format(name, "missing", "", "", "").rstrip())
+            print(ROW.format(name, "missing", "", "", "").rstrip())
             continue
         try:
             tensors = checkpoint.tensors(name)
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
             continue
-        problems += [f"{name}: {p}" for p in layout.problems(layout.abstract_model(part), tensors)]
-        parameters = sum(tensor.size for tensor in tensors.values())
-        stored = sum(tensor.size * tensor.itemsize for tensor in tensors.values())
-        dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
-        print(row.format(name, len(tensors), f"{parameters:,}", dtypes, human_size(stored)))
+        problems += _row(name, part, tensors)
     if config.zero_tokens:
         print(
             f"text_encoder_3 is left out: {config.zero_tokens} zeros stand in place of its tokens"
@@ -97,6 +117,19 @@ def describe(checkpoint: Checkpoint) -> int:
     except CheckpointError as error:
         problems.append(str(error))
     print()
+    return _verdict(problems)
+
+
+def _row(name: str, part: object, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Print what a component's tensors are; return why they would not load."""
+    parameters = sum(tensor.size for tensor in tensors.values())
+    stored = sum(tensor.size * tensor.itemsize for tensor in tensors.values())
+    dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
+    print(ROW.format(name, len(tensors), f"{parameters:,}", dtypes, human_size(stored)))
+    return [f"{name}: {p}" for p in layout.problems(layout.abstract_model(part), tensors)]
+
+
+def _verdict(problems: list[str]) -> int:
     for problem in problems:
         print(f"would not load: {problem}", file=sys.stderr)
     if not problems:

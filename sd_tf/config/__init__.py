@@ -4,6 +4,7 @@
 """
 
 from sd_tf.config.autoencoder import AutoencoderConfig, LatentScale
+from sd_tf.config.controlnet import ControlNetConfig
 from sd_tf.config.errors import ConfigError
 from sd_tf.config.families import (
     FAMILIES,
@@ -43,6 +44,7 @@ __all__ = [
     "AddedConditioning",
     "AutoencoderConfig",
     "ConfigError",
+    "ControlNetConfig",
     "DenoiserConfig",
     "DynamicShift",
     "FluxConfig",

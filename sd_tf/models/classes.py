@@ -2,12 +2,14 @@
 
 from sd_tf.config import (
     AutoencoderConfig,
+    ControlNetConfig,
     FluxConfig,
     MMDiTConfig,
     T5EncoderConfig,
     TextEncoderConfig,
     UNetConfig,
 )
+from sd_tf.models.controlnet import ControlNet
 from sd_tf.models.flux import Flux
 from sd_tf.models.mmdit import MMDiT
 from sd_tf.models.t5 import T5Encoder
@@ -22,4 +24,5 @@ MODEL_CLASSES = {
     MMDiTConfig: MMDiT,
     FluxConfig: Flux,
     AutoencoderConfig: VAE,
+    ControlNetConfig: ControlNet,
 }

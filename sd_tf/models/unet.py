@@ -114,8 +114,11 @@ class UpBlock(Stage):
         return x
 
 
-class UNet(Block):
-    """Predicts noise or velocity at one noise level; the sampling loop and guidance are outside."""
+class Trunk(Block):
+    """The way down and the middle, which a ControlNet has, too.
+
+    `skip_channels` are those of the skip connections, from the first to the deepest.
+    """
 
     def __init__(self, config, dtype=None):
         super().__init__(dtype)
@@ -131,14 +134,14 @@ class UNet(Block):
         if config.added is not None:
             self.add_embedding = TimestepEmbedding(config.added.input_dim, time_dim, dtype=dtype)
 
-        skips = [channels[0]]
+        self.skip_channels = [channels[0]]
         self.down_blocks = []
         for i, depths in enumerate(config.down_depths):
             before, last = channels[max(i - 1, 0)], i == levels - 1
             self.down_blocks.append(
                 DownBlock(before, channels[i], depths, config.num_heads[i], not last, config, dtype)
             )
-            skips += [channels[i]] * (len(depths) + (not last))
+            self.skip_channels += [channels[i]] * (len(depths) + (not last))
 
         self.mid_block = None
         if config.mid_depth is not None:
@@ -146,6 +149,38 @@ class UNet(Block):
                 channels[-1], config.mid_depth, config.num_heads[-1], config, dtype
             )
 
+    def descend(self, x, embedding, context):
+        """Go down from the first feature map; return the middle's output and the skips."""
+        skips = [x]
+        for block in self.down_blocks:
+            x, more = block(x, embedding, context)
+            skips += more
+        if self.mid_block is not None:
+            x = self.mid_block(x, embedding, context)
+        return x, skips
+
+    def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):
+        """Embed everything that depends on no latent: timesteps and added conditions → (B, D)."""
+        if guidance is not None:
+            guidance = embed_guidance(guidance, self.config.guidance_embed_dim)
+        embedding = self.time_embedding(sinusoid(timesteps, self.config.channels[0]), guidance)
+        if self.add_embedding is None:
+            return embedding
+        added = self.config.added
+        ids = sinusoid(ops.reshape(time_ids, (-1,)), added.time_embed_dim)
+        ids = ops.reshape(ids, (-1, added.num_time_ids * added.time_embed_dim))
+        return embedding + self.add_embedding(
+            ops.concatenate([ops.cast(pooled, "float32"), ids], axis=-1)
+        )
+
+
+class UNet(Trunk):
+    """Predicts noise or velocity at one noise level; the sampling loop and guidance are outside."""
+
+    def __init__(self, config, dtype=None):
+        super().__init__(config, dtype)
+        channels, levels = config.channels, len(config.channels)
+        skips = list(self.skip_channels)
         self.up_blocks = []
         before = channels[-1]
         for i, depths in enumerate(config.up_depths):
@@ -177,32 +212,12 @@ class UNet(Block):
         takes `guidance`, the guidance scale (B,).
         """
         embedding = self.embed(timesteps, pooled, time_ids, guidance)
-        x = self.conv_in(latents)
-        skips = [x]
-        for block in self.down_blocks:
-            x, more = block(x, embedding, context)
-            skips += more
-        if self.mid_block is not None:
-            x = self.mid_block(x, embedding, context)
+        x, skips = self.descend(self.conv_in(latents), embedding, context)
         for block in self.up_blocks:
             mine = [skips.pop() for _ in block.resnets]  # the last one first
             size = tuple(skips[-1].shape[1:3]) if skips else None
             x = block(x, mine, embedding, context, size=size)
         return self.conv_out(ops.silu(self.conv_norm_out(x)))
-
-    def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):
-        """Embed everything that depends on no latent: timesteps and added conditions → (B, D)."""
-        if guidance is not None:
-            guidance = embed_guidance(guidance, self.config.guidance_embed_dim)
-        embedding = self.time_embedding(sinusoid(timesteps, self.config.channels[0]), guidance)
-        if self.add_embedding is None:
-            return embedding
-        added = self.config.added
-        ids = sinusoid(ops.reshape(time_ids, (-1,)), added.time_embed_dim)
-        ids = ops.reshape(ids, (-1, added.num_time_ids * added.time_embed_dim))
-        return embedding + self.add_embedding(
-            ops.concatenate([ops.cast(pooled, "float32"), ids], axis=-1)
-        )
 
 
 def embed_guidance(scale, width):

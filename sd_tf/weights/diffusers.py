@@ -57,7 +57,7 @@ def open_folder(
     index = read_index(folder, without)
     config = read_config(folder, index, scheduler, max_sequence_length)
     readers = {
-        name: partial(_open_component, folder, name, part, variant)
+        name: partial(open_component, folder / name, name, part, variant)
         for name, part in config.components.items()
     }
     named = components_of(index)
@@ -89,7 +89,7 @@ def read_config(
 
     def read(reader, part, *more, file="config.json", **named):
         path = folder / part / file
-        with _understood(path):
+        with understood(path):
             return reader(read_object(path, CheckpointError), str(path), *more, **named)
 
     def text_encoder(name):
@@ -119,7 +119,7 @@ def read_config(
         flow_spacing=kind.flow_spacing,
     )
     is_left_out = kind.left_out is not None and kind.left_out not in components
-    with _understood(folder):
+    with understood(folder):
         return PipelineConfig(
             encoders,
             denoiser=denoiser,
@@ -132,7 +132,7 @@ def read_config(
 
 
 @contextmanager
-def _understood(path: Path) -> Iterator[None]:
+def understood(path: Path) -> Iterator[None]:
     """Report values of kinds that no configuration has, such as a list for a number."""
     try:
         yield
@@ -178,10 +178,10 @@ def choose_weights(files: Iterable[str], component: str, variant: str | None = N
     )
 
 
-def _open_component(
-    folder: Path, name: str, part: object, variant: str | None
+def open_component(
+    path: Path, name: str, part: object, variant: str | None
 ) -> dict[str, StoredTensor]:
-    path = folder / name
+    """Open the weights in a component's folder, under the names of its model's attributes."""
     if not path.is_dir():
         raise CheckpointError(f"No such folder: {path}")
     file = path / choose_weights((entry.name for entry in path.iterdir()), name, variant)

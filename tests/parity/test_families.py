@@ -191,14 +191,16 @@ DISTILLED = {
 def test_distilled_unets(tmp_path, changes):
     from diffusers import UNet2DConditionModel
 
-    from sd_tf.weights.diffusers import _open_component
+    from sd_tf.weights.diffusers import open_component
     from sd_tf.weights.diffusers_config import read_unet, write_unet
 
     module = peers.randomized(UNet2DConditionModel(**changes), 6)
     module.save_pretrained(tmp_path / "unet")
     config = read_unet(dict(module.config), "config.json", pooled_dim=64)
     assert read_unet(write_unet(config), "again", pooled_dim=64) == config
-    model = layout.load(config, _open_component(tmp_path, "unet", config, None), "float32", "test")
+    model = layout.load(
+        config, open_component(tmp_path / "unet", "unet", config, None), "float32", "test"
+    )
     inputs = unet_inputs(config, 16, 8)
     close(model(**inputs), run_peer_unet(module, inputs))
 

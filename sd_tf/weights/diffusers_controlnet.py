@@ -1,0 +1,85 @@
+"""Open a ControlNet's folder as diffusers saves it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import keras
+
+from sd_tf.config import ControlNetConfig
+from sd_tf.files.objects import read_object
+from sd_tf.files.tensors import CheckpointError, StoredTensor
+from sd_tf.weights import layout
+from sd_tf.weights.diffusers import open_component, understood
+from sd_tf.weights.diffusers_config import UP_BLOCKS, Fields, read_unet
+
+CONFIG = "config.json"
+CLASS = "ControlNetModel"
+SIZES = 6  # numbers of SDXL's size conditioning; no refiner has a ControlNet
+NO_ATTENTION = next(name for name, attends in UP_BLOCKS.items() if not attends)
+
+
+@dataclass(frozen=True)
+class ControlNetCheckpoint:
+    """An opened ControlNet: its configuration and its tensors under diffusers' names."""
+
+    name: str  # what exports call it: without the folders that lead to it
+    source: str
+    config: ControlNetConfig
+    tensors: Mapping[str, StoredTensor]
+
+    def build(self, dtype: str = "float32") -> keras.layers.Layer:
+        """Build the model and load its weights, strictly and one tensor at a time."""
+        return layout.load(self.config, self.tensors, dtype, self.source)
+
+
+def is_controlnet(path: Path) -> bool:
+    """Tell whether a folder says that it holds a ControlNet."""
+    file = path / CONFIG
+    return file.is_file() and read_object(file, CheckpointError).get("_class_name") == CLASS
+
+
+def open_controlnet(path: str | Path, variant: str | None = None) -> ControlNetCheckpoint:
+    """Open the folder of one ControlNet."""
+    path = Path(path).expanduser()
+    file = path / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"A ControlNet is a folder with a {CONFIG}. Received: {path}")
+    raw = read_object(file, CheckpointError)
+    if raw.get("_class_name") != CLASS:
+        raise CheckpointError(f"{file} is not a {CLASS}'s. Received: {raw.get('_class_name')!r}")
+    with understood(file):
+        config = read_controlnet(raw, str(file))
+    name = path.resolve().name
+    return ControlNetCheckpoint(
+        name, str(path), config, open_component(path, name, config, variant)
+    )
+
+
+def read_controlnet(raw: Mapping, where: str) -> ControlNetConfig:
+    """Read `config.json`: the fields of the hint, and then those of a UNet without a way up."""
+    fields = Fields(raw, where)
+    fields.require("conditioning_channels", 3, default=3)
+    hint = fields.take("conditioning_embedding_out_channels", (16, 32, 96, 256))
+    order = {"rgb": False, "bgr": True}
+    is_bgr = fields.choose("controlnet_conditioning_channel_order", order, "rgb")
+    pools = bool(fields.take("global_pool_conditions", False))
+    # Here, either name is that of the number of heads.
+    heads = fields.take("num_attention_heads", None) or fields.rest.get("attention_head_dim", 8)
+    levels = len(fields.rest.get("block_out_channels", (320, 640, 1280, 1280)))
+    unet = {
+        **fields.rest,
+        "attention_head_dim": heads,
+        "up_block_types": [NO_ATTENTION] * levels,
+    }
+    trunk = read_unet(unet, where, _pooled_dim(raw))
+    return ControlNetConfig(replace(trunk, up_depths=()), tuple(hint), is_bgr, pools)
+
+
+def _pooled_dim(raw: Mapping) -> int | None:
+    """Return the width of the pooled text, which its own folder does not tell otherwise."""
+    width, of_one = (
+        raw.get(name)
+        for name in ("projection_class_embeddings_input_dim", "addition_time_embed_dim")
+    )
+    return width - SIZES * of_one if width and of_one else None
