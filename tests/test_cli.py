@@ -147,7 +147,8 @@ def test_flags_are_not_abbreviated(words, capsys):
     """`--size` stays wrong when a flag that begins so is added."""
     with pytest.raises(SystemExit):
         main.main(list(words))
-    assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+    command = " ".join(words[:-1])
+    assert f"sd-tf {command}: error: unrecognized arguments: {words[-1]}" in capsys.readouterr().err
 
 
 # Messages

@@ -53,7 +53,9 @@ def dispatch(
     except _MissingError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:  # the command's usage, not the program's
+        its_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return run_reported(chosen, options, its_parser.prog, flags_of(its_parser), extra)
 
 
