@@ -12,10 +12,11 @@ import pytest
 from PIL import Image
 
 from sd_tf.runtime.adapter_places import NO_PLACES
-from sd_tf.runtime.call import Call, blank_pictures
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import use_of_picture
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, SchedulerRecord
+from sd_tf.runtime.needed_pictures import blank_pictures
 from sd_tf.runtime.parameter import CallError, Kind, Parameter
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.shapes import Shapes

@@ -92,7 +92,7 @@ def summary(values: Sequence[float]) -> dict:
 
 
 def saved_models() -> Callable[[Job], Call]:
-    from sd_tf.runtime.call import blank_pictures
+    from sd_tf.runtime.needed_pictures import blank_pictures
     from sd_tf.runtime.pipeline import Pipeline
 
     def prepare(job: Job) -> Call:

@@ -8,10 +8,10 @@ from pathlib import Path
 from sd_tf.cli.arguments import add_compile_cache, add_export_dir, add_jit_compile
 from sd_tf.cli.parameters import add_parameters, given
 from sd_tf.cli.progress import Progress
-from sd_tf.runtime.call import needed_pictures
 from sd_tf.runtime.chain import open_export
 from sd_tf.runtime.compile_cache import for_workers
 from sd_tf.runtime.manifest import FILE_NAME, file_hash
+from sd_tf.runtime.needed_pictures import needed_pictures
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
 from sd_tf.serving.batch.rows import (

@@ -4,11 +4,10 @@ The fields of `Call` are the only list of the parameters. The Python signature, 
 the HTTP body, the columns of batch files, the PNG's metadata and the page's form derive from it.
 """
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,14 +33,21 @@ from sd_tf.runtime.capabilities import (
     use_of_picture,
 )
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.parameter import NONE, CallError, Condition, Kind, Parameter, parameter
+from sd_tf.runtime.parameter import (
+    NONE,
+    CallError,
+    Condition,
+    Kind,
+    Parameter,
+    parameter,
+    parameters_of,
+)
 from sd_tf.runtime.shapes import ShapeError, Size
 
 MOST_CHARACTERS = 10_000  # of a prompt
 STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
 MOST_GUIDANCE = 1_000_000
 MOST_ADAPTED = 100  # times an adapter
-GRAY, WHITE = 128, 255
 SIDES = ("height", "width")
 
 
@@ -334,19 +340,6 @@ class Call:
         return replace(calls[0], **own)
 
 
-@functools.cache
-def parameters_of(cls: type) -> dict[str, Parameter]:
-    """Return the parameters of a dataclass whose fields are parameters, by name."""
-    found = {}
-    for one in fields(cls):
-        is_required = one.default is MISSING
-        default = None if is_required else one.default
-        found[one.name] = replace(
-            one.metadata["parameter"], name=one.name, default=default, is_required=is_required
-        )
-    return found
-
-
 def signature(*more: inspect.Parameter) -> inspect.Signature:
     """Return the signature of a method that takes a call's parameters, and `more` by name."""
     own = inspect.signature(Call).parameters.values()
@@ -360,21 +353,6 @@ def documentation() -> str:
         f"            {name}: {known.help}{'; one for all or one for each' if known.each else ''}."
         for name, known in Call.parameters().items()
     )
-
-
-def needed_pictures(manifest: Manifest) -> list[Parameter]:
-    """Return the parameters of the pictures without which the export can make nothing."""
-    known = Call.parameters().values()
-    return [one for one in known if one.is_file and one.needed_by.holds(manifest)]
-
-
-def blank_pictures(manifest: Manifest, shape: Size) -> dict[str, np.ndarray]:
-    """Return a value for each needed picture: a gray one, a mask that lets all be painted."""
-    blank = {
-        Kind.PICTURE: np.full((*shape, 3), GRAY, "uint8"),
-        Kind.MASK: np.full(shape, WHITE, "uint8"),
-    }
-    return {one.name: blank[one.kind] for one in needed_pictures(manifest)}
 
 
 def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size: Size) -> Any:

@@ -27,9 +27,10 @@ from sd_tf.runtime.adapters import (
     with_adapter,
     without_adapter,
 )
-from sd_tf.runtime.call import Call, blank_pictures
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import WEIGHTED, check_image_encoder
 from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.needed_pictures import blank_pictures
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request, read_request
 from sd_tf.runtime.runner import Callback, Runner, Watch

@@ -1,7 +1,8 @@
 """The description of one parameter of a call, and the checks that follow from it."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
@@ -309,3 +310,16 @@ PARSERS = {
     Kind.PAIR: _parsed_pair,
     Kind.MIXTURE: _parsed_mixture,
 }
+
+
+@functools.cache
+def parameters_of(cls: type) -> dict[str, Parameter]:
+    """Return the parameters of a dataclass whose fields are parameters, by name."""
+    found = {}
+    for one in fields(cls):
+        is_required = one.default is MISSING
+        default = None if is_required else one.default
+        found[one.name] = replace(
+            one.metadata["parameter"], name=one.name, default=default, is_required=is_required
+        )
+    return found

@@ -10,10 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from sd_tf.runtime.adapters import layers_of
-from sd_tf.runtime.call import needed_pictures
 from sd_tf.runtime.chain import NEEDED, Chain, Result, open_export
 from sd_tf.runtime.compile_cache import publish, set_compile_cache
 from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.needed_pictures import needed_pictures
 from sd_tf.runtime.runner import Callback, LocalRunner
 from sd_tf.runtime.saved_model import SavedModel, best_device, tell_misfit
 from sd_tf.runtime.shapes import Shape

@@ -5,7 +5,7 @@ have no effect. Any other field is refused by its name and value.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sd_tf.config import (
@@ -135,13 +135,29 @@ def write_text_encoder(config: TextEncoderConfig) -> dict:
 def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
     """Read the UNet's `config.json`; `pooled_dim` is the width of the pooled text, if any."""
     fields = Fields(raw, where)
+    up_types = fields.take("up_block_types", ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3)
+    up_depths = fields.take("reverse_transformer_layers_per_block", None)
+    out_channels = fields.take("out_channels", 4)
+    trunk, resnets, depths = read_trunk(fields, pooled_dim)
+    up_resnets = [count + 1 for count in resnets[::-1]]
+    up_depths = up_depths or depths[::-1]
+    return replace(
+        trunk,
+        out_channels=out_channels,
+        up_depths=_depths(fields, "up_block_types", up_types, UP_BLOCKS, up_resnets, up_depths),
+    )
+
+
+def read_trunk(
+    fields: Fields, pooled_dim: int | None
+) -> tuple[UNetConfig, tuple[int, ...], tuple[int | list[int], ...]]:
+    """Read all fields that remain: a UNet without a way up, and its levels' resnets and depths."""
+    where = fields.where
     channels = tuple(fields.take("block_out_channels", (320, 640, 1280, 1280)))
     levels = len(channels)
     down_types = fields.take("down_block_types", ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"])
-    up_types = fields.take("up_block_types", ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3)
     resnets = _per_level(fields.take("layers_per_block", 2), levels)
     depths = _per_level(fields.take("transformer_layers_per_block", 1), levels)
-    up_depths = fields.take("reverse_transformer_layers_per_block", None) or depths[::-1]
     mid = fields.choose("mid_block_type", MID_BLOCKS, "UNetMidBlock2DCrossAttn")
     context_dim = fields.take("cross_attention_dim", 1280)
     if not isinstance(context_dim, int):
@@ -157,20 +173,12 @@ def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
 
     config = UNetConfig(
         in_channels=fields.take("in_channels", 4),
-        out_channels=fields.take("out_channels", 4),
         channels=channels,
         # "attention_head_dim" is diffusers' historical name for the number of heads.
         num_heads=_per_level(fields.take("attention_head_dim", 8), levels),
         down_depths=_depths(fields, "down_block_types", down_types, DOWN_BLOCKS, resnets, depths),
         mid_depth=mid and _layers(depths[-1], 1)[0] if mid is not False else 0,
-        up_depths=_depths(
-            fields,
-            "up_block_types",
-            up_types,
-            UP_BLOCKS,
-            [count + 1 for count in resnets[::-1]],
-            up_depths,
-        ),
+        up_depths=(),
         context_dim=context_dim,
         linear_projection=fields.take("use_linear_projection", False),
         upcast_attention=bool(fields.take("upcast_attention", False)),
@@ -210,7 +218,7 @@ def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
     ):
         fields.require(name, *allowed, default=allowed[0])
     fields.finish(("dropout", "addition_embed_type_num_heads"))
-    return config
+    return config, resnets, depths
 
 
 def _read_added(fields: Fields, pooled_dim: int | None) -> AddedConditioning | None:

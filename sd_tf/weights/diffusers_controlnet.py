@@ -1,7 +1,7 @@
 """Open a ControlNet's folder as diffusers saves it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import keras
@@ -11,12 +11,11 @@ from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights import layout
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import UP_BLOCKS, Fields, read_unet
+from sd_tf.weights.diffusers_config import Fields, read_trunk
 
 CONFIG = "config.json"
 CLASS = "ControlNetModel"
 SIZES = 6  # numbers of SDXL's size conditioning; no refiner has a ControlNet
-NO_ATTENTION = next(name for name, attends in UP_BLOCKS.items() if not attends)
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,11 @@ def is_controlnet(path: Path) -> bool:
 
 
 def open_controlnet(path: str | Path, variant: str | None = None) -> ControlNetCheckpoint:
-    """Open the folder of one ControlNet."""
+    """Open a folder that `is_controlnet`."""
     path = Path(path).expanduser()
     file = path / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"A ControlNet is a folder with a {CONFIG}. Received: {path}")
-    raw = read_object(file, CheckpointError)
-    if raw.get("_class_name") != CLASS:
-        raise CheckpointError(f"{file} is not a {CLASS}'s. Received: {raw.get('_class_name')!r}")
     with understood(file):
-        config = read_controlnet(raw, str(file))
+        config = read_controlnet(read_object(file, CheckpointError), str(file))
     name = path.resolve().name
     return ControlNetCheckpoint(
         name, str(path), config, open_component(path, name, config, variant)
@@ -64,16 +58,10 @@ def read_controlnet(raw: Mapping, where: str) -> ControlNetConfig:
     order = {"rgb": False, "bgr": True}
     is_bgr = fields.choose("controlnet_conditioning_channel_order", order, "rgb")
     pools = bool(fields.take("global_pool_conditions", False))
-    # Here, either name is that of the number of heads.
-    heads = fields.take("num_attention_heads", None) or fields.rest.get("attention_head_dim", 8)
-    levels = len(fields.rest.get("block_out_channels", (320, 640, 1280, 1280)))
-    unet = {
-        **fields.rest,
-        "attention_head_dim": heads,
-        "up_block_types": [NO_ATTENTION] * levels,
-    }
-    trunk = read_unet(unet, where, _pooled_dim(raw))
-    return ControlNetConfig(replace(trunk, up_depths=()), tuple(hint), is_bgr, pools)
+    if heads := fields.take("num_attention_heads", None):  # here it is what it says
+        fields.rest["attention_head_dim"] = heads
+    trunk, _, _ = read_trunk(fields, _pooled_dim(raw))
+    return ControlNetConfig(trunk, tuple(hint), is_bgr, pools)
 
 
 def _pooled_dim(raw: Mapping) -> int | None:

@@ -69,13 +69,13 @@ def open_file(
         tensors = _with_ema(tensors, path)
     family = _settled(detect_family(tensors, path), family, path)
     config = read_config(tensors, family)
-    t5_readers(config, t5_tokenizer, str(path))  # which refuses a tokenizer for none
     if "v_pred" in tensors:
         config = replace(config, schedule=replace(config.schedule, prediction="v_prediction"))
     config = _with_sampler(config, scheduler).check()
     components = split(tensors, config, path)
     readers = {name: (lambda part=part: part) for name, part in components.items()}
-    return Checkpoint(path.name, str(path), "single file", config, readers)
+    tokenizers = t5_readers(config, t5_tokenizer, str(path))
+    return Checkpoint(path.name, str(path), "single file", config, readers, tokenizers)
 
 
 def _with_sampler(config: PipelineConfig, scheduler: str | None) -> PipelineConfig:

@@ -8,8 +8,9 @@ from typing import Any
 from PIL import Image
 from pydantic import ValidationError
 
-from sd_tf.runtime.call import Call, needed_pictures
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.needed_pictures import needed_pictures
 from sd_tf.runtime.parameter import CallError
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Job
