@@ -364,6 +364,13 @@ def test_a_path_that_points_outside(tmp_path, is_absolute):
     check_refused(folder, r"row 2 points outside the folder of its table: .*/a\.png")
 
 
+def test_a_name_that_no_file_has(tmp_path):
+    (tmp_path / "0.png").write_bytes(PICTURE)
+    rows = {"file_name": "0\0.png", "text": "a dog"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(rows))
+    check_refused(tmp_path, r"row 1: no file has a zero byte in its name\. Received: '0\\x00\.png'")
+
+
 def test_no_such_thing(tmp_path):
     check_refused(tmp_path / "gone", r"No such file or folder: .*/gone")
     check_refused(tmp_path, r" has no pictures \(\.png, \.jpg, \.jpeg, \.webp\)")

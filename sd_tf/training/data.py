@@ -305,7 +305,10 @@ def _table_rows(path: Path, caption_column: str, image_column: str) -> Iterator[
                 f"{where}: no column {', '.join(sorted(missing))}; it has {', '.join(entry)}. Name "
                 "them with `caption_column` and `image_column`."
             )
-        picture = folder / str(entry[image_column] or "")
+        name = str(entry[image_column] or "")
+        if "\0" in name:
+            raise TrainingError(f"{where}: no file has a zero byte in its name. Received: {name!r}")
+        picture = folder / name
         if not picture.resolve().is_relative_to(folder.resolve()):
             raise TrainingError(f"{where} points outside the folder of its table: {picture}")
         found = picture if picture.is_file() else None
