@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from sd_tf.cli.options import EXPORT, PLACES, SHAPE, chosen, opened
+from sd_tf.cli.options import CONTROLNET, EXPORT, OPENING, PLACES, SHAPE, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of
 
@@ -17,10 +17,12 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.export import ExportOptions, export
 
     start = time.perf_counter()
-    checkpoint = opened(options, options.checkpoint)
+    checkpoint = opened(options, options.checkpoint, (*OPENING, CONTROLNET))
     print(f"{checkpoint.source}: {checkpoint.format}, {family_of(checkpoint.config)}", flush=True)
     for adapter in checkpoint.adapters:
         print(f"with {adapter.name} at {adapter.scale:g}", flush=True)
+    for net in checkpoint.controlnets:
+        print(f"steered by {net}", flush=True)
     manifest = export(
         checkpoint,
         options.output_dir,

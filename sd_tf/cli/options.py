@@ -87,6 +87,13 @@ OPENING = (
         spelling="embedding",
     ),
 )
+CONTROLNET = Option(
+    "controlnet",
+    (),
+    "A ControlNet that steers the pictures: a diffusers folder, a .safetensors file or a Hub id; "
+    "again for each further one. See docs/control.md.",
+    repeated="PATH_OR_ID",
+)
 
 SEVERAL = (
     Option(
@@ -157,6 +164,7 @@ EXPORT = (
         int,
     ),
     *PLACES,
+    CONTROLNET,
     Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
     Option(
         "target",
@@ -231,15 +239,21 @@ BENCHMARK = (
 )
 
 
-def opened(options: argparse.Namespace, source: str, incomplete: bool = False):
-    """Open a checkpoint with the options of `OPENING`.
+def opened(
+    options: argparse.Namespace,
+    source: str,
+    of: Sequence[Option] = OPENING,
+    incomplete: bool = False,
+):
+    """Open a checkpoint.
 
     Args:
+        of: the options to open it with.
         incomplete: open it even if it lacks components.
     """
     from sd_tf.weights import open_checkpoint
 
-    return open_checkpoint(place_of(source), **chosen(options, OPENING), incomplete=incomplete)
+    return open_checkpoint(place_of(source), **chosen(options, of), incomplete=incomplete)
 
 
 def place_of(source: str) -> str | Path:

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from sd_tf.adapters import recognize
 from sd_tf.cli.adapter_description import describe_adapter
@@ -16,11 +15,8 @@ from sd_tf.errors import SdTfError
 from sd_tf.files.tensors import StoredTensor
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights import Checkpoint, CheckpointError, layout
-from sd_tf.weights.diffusers_controlnet import (
-    ControlNetCheckpoint,
-    is_controlnet,
-    open_controlnet,
-)
+from sd_tf.weights.controlnet import ControlNetCheckpoint
+from sd_tf.weights.open import is_controlnet, open_controlnet
 
 ROW = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
 
@@ -31,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_ID",
         help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
         "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit; "
-        "or an adapter, by its file or folder, or the folder of a ControlNet",
+        "or an adapter, by its file or folder, or a ControlNet by either",
     )
     add_options(parser, OPENING)
 
@@ -43,9 +39,9 @@ def run(options: argparse.Namespace) -> int:
         if file is not None:
             _check_no_options(options, "an adapter")
             return describe_adapter(file)
-        if is_controlnet(Path(options.source).expanduser()):
-            _check_no_options(options, "a ControlNet", except_for="variant")
-            return describe_controlnet(open_controlnet(options.source, options.variant))
+        if is_controlnet(options.source):
+            _check_no_options(options, "a ControlNet")
+            return describe_controlnet(open_controlnet(options.source))
         checkpoint = opened(options, options.source, incomplete=True)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)
@@ -53,9 +49,9 @@ def run(options: argparse.Namespace) -> int:
     return describe(checkpoint)
 
 
-def _check_no_options(options: argparse.Namespace, what: str, except_for: str = "") -> None:
+def _check_no_options(options: argparse.Namespace, what: str) -> None:
     for name, value in chosen(options, OPENING).items():
-        if value and name != except_for:
+        if value:
             raise CheckpointError(
                 f"{options.source} is {what}, and the option {name} is for a checkpoint."
             )
@@ -63,8 +59,10 @@ def _check_no_options(options: argparse.Namespace, what: str, except_for: str = 
 
 def describe_controlnet(net: ControlNetCheckpoint) -> int:
     print(f"source      {net.source}")
-    print("format      ControlNet, diffusers folder")
-    print(f"for         {net.config.kind}, a context of {net.config.trunk.context_dim} channels")
+    print(f"format      ControlNet, {net.format}")
+    print(
+        f"for         {net.config.trunk.kind}, a context of {net.config.trunk.context_dim} channels"
+    )
     order = "blue, green, red" if net.config.hint_is_bgr else "red, green, blue"
     print(f"picture     3 channels ({order}), {net.config.downscale} pixels to a latent's side")
     print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))

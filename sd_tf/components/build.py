@@ -14,6 +14,7 @@ import numpy as np
 
 from sd_tf.components.autoencoder import decoder, image_encoder
 from sd_tf.components.conditions import conditioner_of, conditions_of
+from sd_tf.components.controls import Controls
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
@@ -23,6 +24,7 @@ from sd_tf.components.text_encoder import Read, reader_of, text_encoder
 from sd_tf.config import AUTOENCODER, PipelineConfig
 from sd_tf.models import deferred_variables
 from sd_tf.models.branches import Branch, branches
+from sd_tf.models.controlnet import ControlNet
 from sd_tf.runtime.adapter_places import DOWN, PREFIX, UP, AdapterPlaces
 from sd_tf.runtime.adapters import LayerRecord, Layers
 from sd_tf.runtime.shapes import Shape, Size
@@ -95,6 +97,7 @@ class Component:
                 for layer, shape in layout.layer_shapes(model).items()
             }
             for part, model in self.models.items()
+            if not isinstance(model, ControlNet)
         }
         return Layers(found)
 
@@ -173,6 +176,8 @@ def _place(name: str, layer: keras.layers.Layer, wanted: AdapterPlaces) -> Place
 
 def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Component:
     models = {config.denoiser.component: build(config.denoiser.component, precision)}
+    nets = {name: build(name, precision) for name in config.controlnets}
+    controls = Controls(tuple(nets.values()))
     places = places_of(models, geometry.adapters, IN_DENOISER[geometry.adapters.layers])
     model, skipped = models[config.denoiser.component], config.denoiser.skip_layers
     counts = conditioner_of(config).counts(config, geometry.prompt_chunks)
@@ -190,7 +195,9 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
             conditions_of(config, geometry, shape),
             guidance,
             places,
-            (shape.batch_size, *geometry.shapes.latent(shape.size)),
+            controls,
+            shape,
+            geometry.shapes.latent(shape.size),
             default,
             config.denoiser.is_told_guidance,
             skipping,
@@ -199,7 +206,7 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
 
     return Component(
         "diffusion_model",
-        models,
+        {**models, **nets},
         declare,
         tables=tables,
         default_scheduler=default,

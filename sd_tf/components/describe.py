@@ -11,6 +11,7 @@ from sd_tf.components.build import tables_of
 from sd_tf.components.geometry import Fixed, Geometry
 from sd_tf.components.guidance import guidance_of
 from sd_tf.config import family_of, suited_to
+from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.manifest import ComponentRecord, Manifest, SchedulerRecord, file_hash, serves
 from sd_tf.sampling.rows import HISTORY
 from sd_tf.weights import Checkpoint
@@ -55,6 +56,10 @@ def manifest_of(
         jit_compiled_text_encoder=jit_compiled_text_encoder,
         prompt_chunks=geometry.prompt_chunks,
         adapters=geometry.adapters,
+        controls=tuple(
+            ControlRecord(name, net.pools)
+            for name, net in zip(checkpoint.controlnets, config.controlnets.values(), strict=True)
+        ),
         tokenizers={
             name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
         },

@@ -6,9 +6,11 @@ import numpy as np
 from keras import ops
 
 from sd_tf.components.conditions import Conditions
+from sd_tf.components.controls import CONTROL, Controls
 from sd_tf.components.guidance import SCALE, Guidance
 from sd_tf.components.places import KERNELS, Places
 from sd_tf.components.spec import Endpoint, Spec, as_is
+from sd_tf.runtime.shapes import Shape
 from sd_tf.sampling import noise as noise_source
 from sd_tf.sampling.loop import denoise, empty_history
 from sd_tf.sampling.rows import HISTORY
@@ -18,18 +20,20 @@ class DiffusionModel:
     """The loop around a denoiser. `endpoints` lists what can be called and with which inputs.
 
     Inputs that every call of the loop shares are passed on by name: `num_steps`, `scheduler` (its
-    number), the guidance's scales, the conditions, and the adapters' scales where there are places
-    for adapters.
+    number), the guidance's scales, the conditions, the adapters' scales where there are places for
+    adapters, and the control pictures and what goes with them where there are ControlNets.
     """
 
     def __init__(
         self,
-        denoiser,  # (x, timesteps, **conditions) → its prediction; also `KERNELS` with places
+        denoiser,  # (x, timesteps, **conditions) → its prediction; also `KERNELS` and `CONTROL`
         tables,  # the fields of `sampling.packed.Packed`, as the backend's arrays
         conditions: Conditions,
         guidance: Guidance,
         places: Places,
-        latents: tuple[int, int, int, int],  # their shape (B, h, w, c)
+        controls: Controls,
+        shape: Shape,
+        latents: tuple[int, int, int],  # their shape (h, w, c)
         default_scheduler: int,
         tells_guidance: bool = False,  # the denoiser takes the guidance scale
         skipping=None,  # the denoiser without the blocks of skip-layer guidance
@@ -42,7 +46,10 @@ class DiffusionModel:
         self.tables, self.places = tables, places
         self._merged = shared(places.merged)
         self.conditions, self.guidance = conditions, guidance
-        self.batch_size, *self.latent_shape = latents
+        self.batch_size, self.latent_shape = shape.batch_size, latents
+        parts = [part.prompt for part in guidance.parts]
+        self.controls, self._none = controls.running(shared, parts), partial(controls.none, shape)
+        self._control_inputs = controls.inputs(shape)
         self.default_scheduler = default_scheduler
         self.tells_guidance = tells_guidance
         self._shared_walk = shared(self._walk)
@@ -53,7 +60,7 @@ class DiffusionModel:
         history = Spec((HISTORY, *latents.shape))
         scalar, seeds = Spec(dtype="int32"), Spec((self.batch_size,), "int32")
         call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
-        further = {**self.guidance.further_inputs, **self.places.inputs}
+        further = {**self.guidance.further_inputs, **self.places.inputs, **self._control_inputs}
         chosen = {**call, "scheduler": scalar, **further}
         state = {"latent": latents, "history": history}
         bounds = {"first": scalar, "start": scalar, "stop": scalar}
@@ -75,7 +82,7 @@ class DiffusionModel:
     def default(self, **inputs):
         """Draw with the default scheduler, without adapters; picture i has the seed i."""
         scheduler = ops.convert_to_tensor(self.default_scheduler, "int32")
-        further = {**self.guidance.without_extra(), **self.places.none()}
+        further = {**self.guidance.without_extra(), **self.places.none(), **self._none()}
         return self.seeded(self._default_seeds, scheduler=scheduler, **further, **inputs)
 
     def seeded(self, seed, **inputs):
@@ -117,23 +124,22 @@ class DiffusionModel:
         scales |= {name: inputs[name] for name in self.guidance.further_inputs}
         conditions = {name: inputs[name] for name in self.conditions.inputs}
         adapters = {name: inputs[name] for name in self.places.inputs}
-        return self._shared_walk(
-            x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions, adapters
-        )
+        control = {name: inputs[name] for name in self._control_inputs}
+        given = scales, conditions, adapters, control
+        return self._shared_walk(x, past, first, start, stop, seeds, scheduler, num_steps, *given)
 
-    def _walk(
-        self, x, past, first, start, stop, seeds, scheduler, num_steps, scales, conditions, adapters
-    ):
+    def _walk(self, x, past, first, start, stop, seeds, scheduler, num_steps, *given):
+        """Walk with the values that all model calls share: see `_predictor`."""
         offset = self._of_run(self.tables.starts, scheduler, num_steps)
 
         def rows(i, variant):
             return ops.take(ops.take(self.tables.rows, offset + i, axis=0), variant, axis=0)
 
         calls = self._of_run(self.tables.calls, scheduler, num_steps)
-        predict = self._predictor(conditions, scales, adapters, calls)
+        predict = self._predictor(*given, calls)
         return denoise(predict, rows, x, past, first, start, ops.minimum(stop, calls), seeds)
 
-    def _predictor(self, conditions, scales, adapters, calls):
+    def _predictor(self, scales, conditions, adapters, control, calls):
         """Return (x, timestep, call) → the guided output; what the calls share is computed here."""
         guidance, names = self.guidance, self.conditions.names
         shared = {}
@@ -142,6 +148,7 @@ class DiffusionModel:
         given = guidance.conditions(conditions, names)
         beside = guidance.beside(conditions, self.conditions.beside)
         own_scales = tuple(scales[name] for name in guidance.scales)
+        hints = self.controls.hints(control)
 
         def run(denoiser, x, timestep, given):
             batch = x.shape[0]
@@ -149,12 +156,21 @@ class DiffusionModel:
                 given = {**given, "guidance": ops.broadcast_to(scales[SCALE], (batch,))}
             return denoiser(x, ops.broadcast_to(timestep, (batch,)), **given, **shared)
 
+        def with_control(x, timestep, call):
+            """Run the denoiser with what the nets add; they do not see what is beside x."""
+            if not hints:
+                return run(self.denoiser, x, timestep, given)
+            noisy = x[..., : self.latent_shape[-1]]
+            timesteps = ops.broadcast_to(timestep, (x.shape[0],))
+            added = self.controls.added(noisy, timesteps, given, hints, call, control)
+            return run(self.denoiser, x, timestep, {**given, CONTROL: added})
+
         def predict(x, timestep, call):
             more = None
             if guidance.extra is not None:
                 more = partial(self._with_extra, run, conditions, scales, timestep, call, calls)
             return guidance.predict(
-                lambda x: run(self.denoiser, x, timestep, given), x, beside, own_scales, more
+                lambda x: with_control(x, timestep, call), x, beside, own_scales, more
             )
 
         return predict

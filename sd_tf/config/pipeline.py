@@ -1,9 +1,10 @@
 """The configuration of a whole pipeline: text encoders, denoiser, autoencoder and schedule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sd_tf.config.autoencoder import AutoencoderConfig
+from sd_tf.config.controlnet import ControlNetConfig
 from sd_tf.config.errors import ConfigError
 from sd_tf.config.flux import FluxConfig
 from sd_tf.config.mmdit import MMDiTConfig
@@ -13,6 +14,7 @@ from sd_tf.config.unet import UNetConfig
 
 TextConfig = TextEncoderConfig | T5EncoderConfig
 DenoiserConfig = UNetConfig | MMDiTConfig | FluxConfig
+ComponentConfig = TextConfig | DenoiserConfig | ControlNetConfig | AutoencoderConfig
 
 AUTOENCODER = "vae"  # the component's name in a checkpoint
 
@@ -38,13 +40,16 @@ class PipelineConfig:
     latent_inputs: str = "none"  # beside the noisy latents: none | image | mask_and_image
     zero_empty_negative: bool = False  # SDXL: no negative prompt is encoded as zeros, not as ""
     zero_tokens: int = 0  # SD3: zeros at the end of the context, in place of a T5 that is left out
+    # ControlNets that steer the denoiser, in the order in which calls give their pictures.
+    controlnets: Mapping[str, ControlNetConfig] = field(default_factory=dict)
 
     @property
-    def components(self) -> dict[str, TextConfig | DenoiserConfig | AutoencoderConfig]:
+    def components(self) -> dict[str, ComponentConfig]:
         """The checkpoint's components by name."""
         return {
             **self.text_encoders,
             self.denoiser.component: self.denoiser,
+            **self.controlnets,
             AUTOENCODER: self.autoencoder,
         }
 
@@ -86,6 +91,8 @@ class PipelineConfig:
                 f"Unknown scheduler {self.schedule.sampler!r}. Known: {', '.join(SAMPLERS)}."
             )
         self.schedule.check_kind_of(self.schedule.sampler)
+        for net in self.controlnets.values():
+            _check_control(self, net)
         return self
 
 
@@ -169,6 +176,21 @@ def _check_pooled(config: PipelineConfig) -> None:
             f"pooled_projection_dim, {config.denoiser.pooled_dim}. Received: "
             f"{', '.join(map(str, widths)) or 'none'}"
         )
+
+
+def _check_control(config: PipelineConfig, net: ControlNetConfig) -> None:
+    """Check that a ControlNet steers this pipeline's denoiser."""
+    if not isinstance(config.denoiser, UNetConfig):
+        raise ConfigError(
+            f"ControlNets are for checkpoints with a UNet. Received: a ControlNet for "
+            f"{net.trunk.kind}, beside a {type(config.denoiser).__name__.removesuffix('Config')}"
+        )
+    if config.latent_inputs == "image":
+        raise ConfigError(
+            "A checkpoint that edits pictures (InstructPix2Pix) takes no ControlNet: leave it out."
+        )
+    autoencoder = config.autoencoder
+    net.check_fits(config.denoiser, autoencoder.latent_channels, autoencoder.downscale)
 
 
 # How texts become a denoiser's conditions → the check that its parts can.

@@ -54,6 +54,13 @@ class UNetConfig:
         return 4 * self.channels[0]
 
     @property
+    def kind(self) -> str:
+        """The kind of Stable Diffusion that it belongs to, by which a ControlNet is chosen."""
+        if self.added is not None:
+            return "SDXL"
+        return "SD2" if self.linear_projection else "SD1"
+
+    @property
     def latent_channels(self) -> int:
         """The channels of its input: the noisy latents and what is concatenated to them."""
         return self.in_channels

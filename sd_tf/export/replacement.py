@@ -37,6 +37,9 @@ OWNED = {
         "prediction",
         "latent_inputs",
         "time_ids",
+        "further_scales",
+        "suited",
+        "controls",
     ),
 }
 TEXT_CONDITIONS = ("context", "pooled")  # what a text encoder gives to a diffusion model

@@ -11,6 +11,7 @@ from sd_tf.components.build import Component
 from sd_tf.components.geometry import Geometry
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import WEIGHTED
+from sd_tf.runtime.controls import SCALES, inputs_of
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
@@ -24,6 +25,7 @@ from sd_tf.weights import Checkpoint, layout
 FLOORS = {"float32": 60.0, "bfloat16": 25.0, "float16": 35.0}
 STORAGE_FLOOR = 30.0  # of the texts' context, between a text encoder in 8 bits and as computed
 STEPS = {"full": 2, "fast": 1}
+ALL_CALLS = 1000  # more than the compared run has
 PROMPT, NEGATIVE_PROMPT = "a lighthouse above the sea, İstanbul", "fog"
 
 
@@ -48,6 +50,8 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
         "true_guidance_scale": np.float32(2.0),
         "skip_layer_guidance_scale": np.float32(2.8),
     }
+    nets = specs[SCALES].shape[0] if SCALES in specs else 0
+    known |= inputs_of([1.0] * nets, [(0, ALL_CALLS)] * nets, guesses=False)
     inputs = {}
     for name, spec in specs.items():
         shape = [1 if size is None else size for size in spec.shape]
@@ -60,6 +64,8 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
             inputs[name] = rng.uniform(0.5, 1.5, shape).astype("float32")
         elif "time_ids" in name:
             inputs[name] = np.full(shape, 512, "float32")
+        elif "control_image" in name:
+            inputs[name] = rng.uniform(0, 1, shape).astype("float32")
         else:
             inputs[name] = rng.standard_normal(shape).astype(spec.dtype.as_numpy_dtype)
             if part.name == "image_encoder":

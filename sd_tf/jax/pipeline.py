@@ -145,7 +145,7 @@ class JaxPipeline(Chain):
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
             opening: `family`, `variant`, `revision`, `ema`, `without`, `max_sequence_length`,
-                `lora` of `open_checkpoint`, for that source.
+                `lora`, `controlnet` of `open_checkpoint`, for that source.
         """
         start = time.perf_counter()
         folder = Path(folder)

@@ -10,11 +10,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sd_tf.runtime.adapter_places import ADAPTER_SCALES
+from sd_tf.runtime.controls import PER_NET
 from sd_tf.runtime.manifest import ExportError
 
 DATA, MODEL = "data", "model"
-# The starts of the names of weights that are divided: those of the denoisers, and of T5.
-DIVIDED = re.compile(r"(unet|transformer|text_encoder_\d\.(encoder\.block|shared))\.")
+# The starts of the names of weights that are divided: those of the denoisers, of
+# ControlNets and of T5.
+DIVIDED = re.compile(
+    r"(unet|controlnet(_\d+)?|transformer|text_encoder_\d\.(encoder\.block|shared))\."
+)
 
 # A pair of layers works on halves of the channels between them: the first is divided by its
 # outputs, the second by its inputs, so that only the second's sum crosses devices. Everything else
@@ -48,7 +52,7 @@ def check_mesh(mesh: Mesh, *batch_sizes: int) -> None:
 
 def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
     """Return where an input or output lies: its pictures are divided over the data axis."""
-    if rank == 0 or name == ADAPTER_SCALES:
+    if rank == 0 or name in (ADAPTER_SCALES, *PER_NET):
         return NamedSharding(mesh, PartitionSpec())
     before = (None,) if name == "history" else ()
     return NamedSharding(mesh, PartitionSpec(*before, DATA))

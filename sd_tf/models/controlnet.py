@@ -47,11 +47,11 @@ class ControlNet(Trunk):
         return self.controlnet_cond_embedding(pictures)
 
     def call(self, latents, timesteps, context, hint, pooled=None, time_ids=None):
-        """Predict from a UNet's inputs and the embedded hint; return (skips' additions, middle's).
+        """Predict from a UNet's inputs and the embedded hint what the UNet takes as `control`.
 
-        Nothing is scaled yet.
+        It is not scaled yet.
         """
         embedding = self.embed(timesteps, pooled, time_ids)
         x, skips = self.descend(self.conv_in(latents) + hint, embedding, context)
-        added = [layer(s) for layer, s in zip(self.controlnet_down_blocks, skips, strict=True)]
-        return added, self.controlnet_mid_block(x)
+        layers = [*self.controlnet_down_blocks, self.controlnet_mid_block]
+        return [layer(s) for layer, s in zip(layers, [*skips, x], strict=True)]

@@ -63,6 +63,7 @@ class DownBlock(Stage):
     def __init__(self, in_channels, out_channels, depths, num_heads, downsample, config, dtype):
         inputs = (in_channels, *[out_channels] * (len(depths) - 1))
         super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
+        self.width = out_channels
         self.downsamplers = [Downsample(out_channels, BOTH_SIDES, dtype)] if downsample else []
 
     def call(self, x, time_embedding, context):
@@ -159,6 +160,17 @@ class Trunk(Block):
             x = self.mid_block(x, embedding, context)
         return x, skips
 
+    def shapes(self, latents):
+        """Return the shapes of the skips and of the middle's output for latents (B, h, w, C)."""
+        batch, height, width, _ = latents
+        found = [(batch, height, width, self.skip_channels[0])]
+        for block in self.down_blocks:
+            found += [(batch, height, width, block.width)] * len(block.resnets)
+            for _ in block.downsamplers:
+                height, width = (height + 1) // 2, (width + 1) // 2
+                found.append((batch, height, width, block.width))
+        return [*found, found[-1]]
+
     def embed(self, timesteps, pooled=None, time_ids=None, guidance=None):
         """Embed everything that depends on no latent: timesteps and added conditions → (B, D)."""
         if guidance is not None:
@@ -205,14 +217,19 @@ class UNet(Trunk):
         )
         self.conv_out = conv(channels[0], config.out_channels, dtype=dtype)
 
-    def call(self, latents, timesteps, context, pooled=None, time_ids=None, guidance=None):
+    def call(
+        self, latents, timesteps, context, pooled=None, time_ids=None, guidance=None, control=None
+    ):
         """Predict: latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
 
         SDXL also takes `pooled` (B, 1280) and `time_ids` (B, 6; the refiner's: B, 5). LCM also
-        takes `guidance`, the guidance scale (B,).
+        takes `guidance`, the guidance scale (B,). `control` is what ControlNets add to the skip
+        connections and, the last one, to the middle's output.
         """
         embedding = self.embed(timesteps, pooled, time_ids, guidance)
         x, skips = self.descend(self.conv_in(latents), embedding, context)
+        if control is not None:
+            *skips, x = (own + added for own, added in zip([*skips, x], control, strict=True))
         for block in self.up_blocks:
             mine = [skips.pop() for _ in block.resnets]  # the last one first
             size = tuple(skips[-1].shape[1:3]) if skips else None

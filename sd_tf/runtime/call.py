@@ -23,6 +23,7 @@ from sd_tf.runtime.capabilities import (
     SKIPPING,
     START,
     STARTS_OR_PAINTS,
+    STEERED,
     SYNTAXES,
     TARGET_SIZED,
     TRULY_GUIDED,
@@ -48,6 +49,7 @@ MOST_CHARACTERS = 10_000  # of a prompt
 STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
 MOST_GUIDANCE = 1_000_000
 MOST_ADAPTED = 100  # times an adapter
+MOST_CONTROL = 100  # times what a ControlNet adds
 SIDES = ("height", "width")
 
 
@@ -118,6 +120,58 @@ class Call:
         otherwise=lambda manifest: 1.5,
         goes_with="image",
         taken_by=EDITS,
+    )
+    control_image: Any = parameter(
+        Kind.PICTURE,
+        "Control picture",
+        "the picture that a ControlNet follows: edges, poses, whatever it was trained for",
+        each=True,
+        per_net=True,
+        taken_by=STEERED,
+    )
+    control_scale: float | Sequence[float] | None = parameter(
+        Kind.NUMBER,
+        "Control",
+        "how much of what a ControlNet adds is taken (default: 1)",
+        least=-MOST_CONTROL,
+        most=MOST_CONTROL,
+        slider=(0, 2, 0.05),
+        otherwise=lambda manifest: 1.0,
+        per_net=True,
+        goes_with="control_image",
+        taken_by=STEERED,
+    )
+    control_start: float | Sequence[float] | None = parameter(
+        Kind.NUMBER,
+        "Control from",
+        "where a ControlNet's share of the steps begins (default: 0)",
+        least=0,
+        most=1,
+        slider=(0, 1, 0.05),
+        otherwise=lambda manifest: 0.0,
+        per_net=True,
+        goes_with="control_image",
+        taken_by=STEERED,
+    )
+    control_end: float | Sequence[float] | None = parameter(
+        Kind.NUMBER,
+        "Control to",
+        "where its share of the steps ends (default: 1)",
+        least=0,
+        most=1,
+        slider=(0, 1, 0.05),
+        otherwise=lambda manifest: 1.0,
+        per_net=True,
+        goes_with="control_image",
+        taken_by=STEERED,
+    )
+    control_guess: bool | None = parameter(
+        Kind.SWITCH,
+        "Guess",
+        "let ControlNets recognize what their picture shows, also without a prompt (default: no)",
+        otherwise=lambda manifest: False,
+        goes_with="control_image",
+        taken_by=STEERED,
     )
     height: int | None = parameter(
         Kind.WHOLE,
@@ -273,13 +327,14 @@ class Call:
         values = {**self._with_defaults(manifest), **dict(zip(SIDES, size, strict=True))}
         known = self.parameters()
         checked = {name: _checked(known[name], values, manifest, size) for name in known}
-        if self.files():
+        if self.image is not None:
             check_image_encoder(manifest)
         if checked["prompt_syntax"] == WEIGHTED:
             check_weights(manifest)
         if (checked["true_guidance_scale"] or 1.0) > 1.0 and checked["negative_prompt"] is None:
             message = "true_guidance_scale above 1 goes with negative_prompt: give both."
             raise CallError("true_guidance_scale", message)
+        _check_shares(checked["control_start"], checked["control_end"])
         manifest.model_calls(checked["scheduler"], checked["num_steps"])
         return replace(self, **checked)
 
@@ -332,10 +387,11 @@ class Call:
     @classmethod
     def joined(cls, calls: Sequence["Call"]) -> "Call":
         """Make one call from those of single pictures that are `alike`."""
+        known = cls.parameters()
         own = {
-            name: [getattr(call, name) for call in calls]
-            for name, value in calls[0].given().items()
-            if cls.parameters()[name].each
+            name: known[name].gathered([getattr(call, name) for call in calls])
+            for name in calls[0].given()
+            if known[name].each
         }
         return replace(calls[0], **own)
 
@@ -372,8 +428,16 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size:
         message = f"{known.name} goes with {known.goes_with}: give both, or neither."
         raise CallError(known.name, message)
     if known.each and known.is_many(value):
-        return [known.check(one, manifest, size) for one in value]
+        return known.gathered([known.check(one, manifest, size) for one in value])
     return known.check(value, manifest, size)
+
+
+def _check_shares(starts: Sequence[float] | None, ends: Sequence[float] | None) -> None:
+    """Refuse a ControlNet's share of the steps that ends before it begins."""
+    for start, end in zip(starts or (), ends or (), strict=True):
+        if start >= end:
+            message = f"control_end is above control_start, {start:g}. Received: {end:g}"
+            raise CallError("control_end", message)
 
 
 def _spread(known: Parameter, value: Any, count: int) -> Sequence:

@@ -42,6 +42,9 @@ ADAPTED = Condition(
     "exports with places for adapters (--adapter_slots)",
     lambda manifest: manifest.adapters.slots > 0,
 )
+STEERED = Condition(
+    "exports with ControlNets (--controlnet)", lambda manifest: bool(manifest.controls)
+)
 GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
 TRULY_GUIDED = Condition(
     "Flux exports with guidance by a negative prompt",

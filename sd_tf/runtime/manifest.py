@@ -13,11 +13,12 @@ from typing import Any
 from sd_tf.config import AUTOENCODER, LatentScale
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
+from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 7  # 7: scales of further guidance, the family's defaults, storage
+FORMAT_VERSION = 8  # 8: ControlNets
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -142,6 +143,7 @@ class Manifest:
     jit_compiled_text_encoder: bool
     prompt_chunks: int  # each of 75 tokens; texts are tokenized to 77 · prompt_chunks ids
     adapters: AdapterPlaces
+    controls: tuple[ControlRecord, ...]  # ControlNets in the loop, in the order of their inputs
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -297,6 +299,12 @@ def _from_version_5(content: dict[str, Any]) -> None:
 def _from_version_6(content: dict[str, Any]) -> None:
     """Add that nothing is stored in fewer bits, no further guidance, and no family's defaults."""
     content |= {"storage": {}, "further_scales": [], "suited": {}}
+    _from_version_7(content)
+
+
+def _from_version_7(content: dict[str, Any]) -> None:
+    """Add that there are no ControlNets."""
+    content["controls"] = []
 
 
 def serves(component: str, part: str) -> bool:
@@ -314,6 +322,7 @@ UPGRADES = {
     4: _from_version_4,
     5: _from_version_5,
     6: _from_version_6,
+    7: _from_version_7,
 }
 
 LARGE = 1 << 26

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     MASK = "mask"
     ARRAY = "array"
     MIXTURE = "mixture"  # a number for each of some names
+    SWITCH = "switch"  # yes or no
 
 
 class Mixture(dict):
@@ -44,6 +45,10 @@ class Mixture(dict):
 
     def __str__(self) -> str:
         return ",".join(f"{name}@{number:g}" for name, number in self.items())
+
+
+class Each(list):
+    """A value of a parameter for each picture, where a list has one for each ControlNet."""
 
 
 FILES = (Kind.PICTURE, Kind.MASK)
@@ -92,6 +97,7 @@ class Parameter:
     choices: Callable[[Manifest], Sequence[str]] | None = None
     otherwise: Callable[[Manifest], Any] | None = None  # the default where the export decides it
     each: bool = False  # one value for all pictures, or one for each
+    per_net: bool = False  # one value for all ControlNets, or a list with one for each
     goes_with: str | None = None  # the parameter without which this one has no meaning
     taken_by: Condition = ANY
     needed_by: Condition = NONE
@@ -134,6 +140,8 @@ class Parameter:
             return f"one of {', '.join(known)}" if known else "a text"
         if self.kind is Kind.PAIR:
             return "two whole numbers from 0, such as 512x768"
+        if self.kind is Kind.SWITCH:
+            return "yes or no"
         if self.kind is Kind.MIXTURE:
             numbers = f"a number from {least} to {most} for each name"
             if manifest is None:
@@ -157,6 +165,8 @@ class Parameter:
         """Whether `value` holds one value for each picture, not one for all."""
         if isinstance(value, np.ndarray):
             return value.ndim == RANKS.get(self.kind, 0) + 1
+        if self.per_net:
+            return isinstance(value, Each)
         return self.each and isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
     def check(self, value: Any, manifest: Manifest | None = None, size: Size | None = None) -> Any:
@@ -167,6 +177,34 @@ class Parameter:
         Args:
             size: of the pictures; None: the export's first.
         """
+        if self.per_net:
+            return self._of_nets(value, manifest, size)
+        return self._one(value, manifest, size)
+
+    def gathered(self, values: Sequence) -> Sequence:
+        """Put the values of several pictures together, one for each."""
+        return Each(values) if self.per_net else [*values]
+
+    def _of_nets(self, value: Any, manifest: Manifest | None, size: Size | None) -> tuple:
+        """Return a checked value for each ControlNet; None where a list has none for it."""
+        is_list = isinstance(value, list | tuple)
+        if manifest is None:
+            values = value if is_list else [value]
+        else:
+            count = len(manifest.controls)
+            values = value if is_list else [value] * count
+            if len(values) != count:
+                names = ", ".join(net.name for net in manifest.controls)
+                raise CallError(
+                    self.name,
+                    f"{self.name} is one for all or one for each of the export's ControlNets, "
+                    f"{names}. Received: {len(values)}",
+                )
+        otherwise = None if manifest is None else self.default_for(manifest)
+        values = [otherwise if one is None else one for one in values]
+        return tuple(None if one is None else self._one(one, manifest, size) for one in values)
+
+    def _one(self, value: Any, manifest: Manifest | None, size: Size | None) -> Any:
         if self.is_file or self.kind is Kind.ARRAY:
             return self._array(value, manifest, manifest.shapes.sizes[0] if size is None else size)
         checked = READERS[self.kind](value)
@@ -176,9 +214,10 @@ class Parameter:
 
     def from_text(self, text: str) -> Any:
         """Parse a value from a command line or a cell of a table."""
+        parse = PARSERS.get(self.kind, str)
         try:
-            return PARSERS.get(self.kind, str)(text)
-        except ValueError as error:
+            return [parse(part) for part in text.split(",")] if self.per_net else parse(text)
+        except (ValueError, KeyError) as error:
             raise self.refusal(text) from error
 
     def refusal(self, value: Any, manifest: Manifest | None = None) -> CallError:
@@ -192,7 +231,7 @@ class Parameter:
         least, above, most = self.bounds(manifest)
         if self.kind is Kind.CHOICE:
             return manifest is None or value in self.choices(manifest)
-        if self.kind is Kind.PAIR:
+        if self.kind in (Kind.PAIR, Kind.SWITCH):
             return True
         if self.kind is Kind.MIXTURE:
             known = None if manifest is None else self.choices(manifest)
@@ -266,6 +305,10 @@ def _mixture(value: Any) -> Mixture | None:
     return Mixture({name: float(number) for name, number in numbers.items()})
 
 
+def _switch(value: Any) -> bool | None:
+    return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
 READERS = {
     Kind.TEXT: _text,
     Kind.WHOLE: _whole,
@@ -274,6 +317,7 @@ READERS = {
     Kind.CHOICE: _text,
     Kind.PAIR: _pair,
     Kind.MIXTURE: _mixture,
+    Kind.SWITCH: _switch,
 }
 
 
@@ -303,12 +347,19 @@ def _parsed_mixture(text: str) -> Mixture:
     return Mixture(numbers)
 
 
+def _parsed_switch(text: str) -> bool:
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+        text.strip().lower()
+    ]
+
+
 PARSERS = {
     Kind.WHOLE: _parsed_whole,
     Kind.NUMBER: float,
     Kind.SEED: _parsed_whole,
     Kind.PAIR: _parsed_pair,
     Kind.MIXTURE: _parsed_mixture,
+    Kind.SWITCH: _parsed_switch,
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from sd_tf.runtime.adapter_places import ADAPTER_SCALES, AdapterPlaces
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import EDIT, use_of_picture
+from sd_tf.runtime.controls import calls_of, inputs_of
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.sampling.tables import start_row
@@ -27,6 +28,7 @@ class Request:
     time_ids: np.ndarray | None  # SDXL's size numbers
     negative_time_ids: np.ndarray | None
     adapters: Mapping[str, np.ndarray]  # the models' further input; none without places
+    controls: Mapping[str, np.ndarray]  # the loop's inputs for ControlNets, but their pictures
 
     @property
     def shared(self) -> Call:
@@ -55,15 +57,38 @@ def read_request(manifest: Manifest, call: Call) -> Request:
     if shared.image is not None and use_of_picture(manifest) != EDIT:
         start = start_row(shared.scheduler, shared.num_steps, shared.strength)
     time_ids, negative_time_ids = time_ids_of(manifest, shared)
+    calls = manifest.model_calls(shared.scheduler, shared.num_steps)
     return Request(
         each=each,
         scheduler=manifest.scheduler_number(shared.scheduler),
-        model_calls=manifest.model_calls(shared.scheduler, shared.num_steps),
+        model_calls=calls,
         start=start,
         time_ids=time_ids,
         negative_time_ids=negative_time_ids,
         adapters=_scales(manifest.adapters, shared.adapters or {}),
+        controls=_controls(manifest, shared, start, calls),
     )
+
+
+def _controls(manifest: Manifest, call: Call, first: int, calls: int) -> dict[str, np.ndarray]:
+    """Return the inputs for ControlNets, but their pictures; a net without a picture is off.
+
+    Of those that pool, the first one has all guess, as those who made it have it.
+    """
+    if not manifest.controls:
+        return {}
+    if call.control_image is None:
+        off = [0.0] * len(manifest.controls)
+        return inputs_of(off, [(0, 0)] * len(off), guesses=False)
+    scales = [
+        0.0 if picture is None else scale
+        for picture, scale in zip(call.control_image, call.control_scale, strict=True)
+    ]
+    shares = [
+        calls_of(start, end, first, calls)
+        for start, end in zip(call.control_start, call.control_end, strict=True)
+    ]
+    return inputs_of(scales, shares, call.control_guess or manifest.controls[0].pools)
 
 
 def _scales(places: AdapterPlaces, adapters: Mapping[str, float]) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.capabilities import EDIT, WEIGHTED, use_of_picture
+from sd_tf.runtime.controls import image_input
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request
@@ -132,7 +133,9 @@ class Runner(ABC):
             "num_steps": np.int32(request.shared.num_steps),
         }
         state = self._begin(request, chunk, seeds, steps, image_latent)
-        inputs = {**conditions, **steps, **self._scales(request), **request.adapters, "seed": seeds}
+        control = {**request.controls, **self._control_pictures(request, chunk)}
+        inputs = {**conditions, **steps, **self._scales(request), **request.adapters, **control}
+        inputs["seed"] = seeds
         calls = request.model_calls
         every = watch.every if watch.callback is not None else calls
         for start in range(request.start, calls, every):
@@ -152,6 +155,16 @@ class Runner(ABC):
                 if watch.callback(done, all_calls, self.to_host(state["latent"])) is False:
                     break
         return self.to_host(state["latent"])
+
+    def _control_pictures(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
+        """Return the pictures of each ControlNet in 0…1, black ones where a call has none."""
+        count, black = len(self.manifest.controls), np.zeros((*request.size, 3), "uint8")
+        of_nets = {image_input(number): [] for number in range(count)}
+        for given in request.chunk("control_image", chunk):
+            pictures = [None] * count if given is None else given
+            for found, picture in zip(of_nets.values(), pictures, strict=True):
+                found.append(black if picture is None else picture)
+        return {name: np.stack(all_) / np.float32(255) for name, all_ in of_nets.items()}
 
     def _begin(self, request: Request, chunk: range, seeds, steps, image_latent) -> dict[str, Any]:
         """Return the state before the first model call: noise, or a picture with noise."""

@@ -42,6 +42,7 @@ class Checkpoint:
     adapters: tuple[MergedAdapter, ...] = ()
     missing: tuple[str, ...] = ()  # components that the source lacks
     embeddings: tuple[Embedding, ...] = ()  # what was added to the tensors and tokenizers
+    controlnets: tuple[str, ...] = ()  # the names of those that were added, in their order
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
         if component in self.missing:

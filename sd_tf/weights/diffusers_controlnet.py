@@ -1,15 +1,12 @@
 """Open a ControlNet's folder as diffusers saves it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-
-import keras
 
 from sd_tf.config import ControlNetConfig
 from sd_tf.files.objects import read_object
-from sd_tf.files.tensors import CheckpointError, StoredTensor
-from sd_tf.weights import layout
+from sd_tf.files.tensors import CheckpointError
+from sd_tf.weights.controlnet import ControlNetCheckpoint
 from sd_tf.weights.diffusers import open_component, understood
 from sd_tf.weights.diffusers_config import Fields, read_trunk
 
@@ -18,35 +15,24 @@ CLASS = "ControlNetModel"
 SIZES = 6  # numbers of SDXL's size conditioning; no refiner has a ControlNet
 
 
-@dataclass(frozen=True)
-class ControlNetCheckpoint:
-    """An opened ControlNet: its configuration and its tensors under diffusers' names."""
-
-    name: str  # what exports call it: without the folders that lead to it
-    source: str
-    config: ControlNetConfig
-    tensors: Mapping[str, StoredTensor]
-
-    def build(self, dtype: str = "float32") -> keras.layers.Layer:
-        """Build the model and load its weights, strictly and one tensor at a time."""
-        return layout.load(self.config, self.tensors, dtype, self.source)
-
-
-def is_controlnet(path: Path) -> bool:
+def is_controlnet_folder(path: Path) -> bool:
     """Tell whether a folder says that it holds a ControlNet."""
     file = path / CONFIG
     return file.is_file() and read_object(file, CheckpointError).get("_class_name") == CLASS
 
 
-def open_controlnet(path: str | Path, variant: str | None = None) -> ControlNetCheckpoint:
-    """Open a folder that `is_controlnet`."""
-    path = Path(path).expanduser()
+def open_folder(path: Path, variant: str | None = None) -> ControlNetCheckpoint:
+    """Open a folder that `is_controlnet_folder`."""
     file = path / CONFIG
     with understood(file):
         config = read_controlnet(read_object(file, CheckpointError), str(file))
     name = path.resolve().name
     return ControlNetCheckpoint(
-        name, str(path), config, open_component(path, name, config, variant)
+        name,
+        str(path),
+        "diffusers folder",
+        config,
+        open_component(path, name, config, variant),
     )
 
 

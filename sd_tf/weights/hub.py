@@ -1,6 +1,6 @@
 """Fetch a diffusers repository from the Hugging Face Hub: only the files that will be read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download
@@ -21,6 +21,7 @@ from sd_tf.weights.diffusers_pipelines import (
     read_index,
 )
 
+CONFIG = "config.json"
 SMALL_FILES = (".json", ".txt")
 
 
@@ -35,18 +36,61 @@ def fetch(
     Args:
         without: text encoders that are not wanted.
     """
+    return _fetched(
+        repo_id,
+        lambda: _download(repo_id, revision, variant, without),
+        lambda reason: _from_cache(repo_id, revision, variant, without, reason),
+    )
+
+
+def fetch_model(repo_id: str) -> Path:
+    """Download a single model, which is not a pipeline: a ControlNet. Return its local folder."""
+    return _fetched(
+        repo_id, lambda: _download_model(repo_id), lambda reason: _cached_model(repo_id, reason)
+    )
+
+
+def _fetched(repo_id: str, download: Callable[[], Path], from_cache: Callable) -> Path:
+    """Download, or without a network find in the cache, and say what went wrong."""
     try:
-        return _download(repo_id, revision, variant, without)
+        return download()
     except CheckpointError as error:
         raise CheckpointError(f"{repo_id} on the Hub: {error}") from error
     except (HTTPError, OSError, ValueError) as error:  # HTTPError: the Hub's library's own
         if _has_no_network(error):
-            return _from_cache(repo_id, revision, variant, without, error)
+            return from_cache(error)
         raise CheckpointError(
             f"{repo_id} is no local file or folder, and it could not be downloaded from the Hub: "
             f"{_described(error)}. With HF_HUB_OFFLINE=1, a complete copy in the Hub's cache is "
             f"used without asking."
         ) from error
+
+
+def _download_model(repo_id: str) -> Path:
+    files = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings]
+    if CONFIG not in files:
+        raise CheckpointError(f"this is not a model in diffusers' format: it has no {CONFIG}.")
+    weights = choose_weights(files, repo_id, None)
+    folder = Path(hf_hub_download(repo_id, CONFIG)).parent
+    for name in [
+        weights,
+        *shards_of(Path(hf_hub_download(repo_id, weights, revision=folder.name))),
+    ]:
+        hf_hub_download(repo_id, name, revision=folder.name)
+    return folder
+
+
+def _cached_model(repo_id: str, reason: Exception) -> Path:
+    folder = _cached(repo_id, CONFIG, None, reason)
+    try:
+        weights = choose_weights([path.name for path in folder.iterdir()], repo_id, None)
+        if lacking := [
+            name for name in shards_of(folder / weights) if not (folder / name).is_file()
+        ]:
+            raise CheckpointError(f"{lacking[0]} is missing.")
+    except CheckpointError as error:
+        raise _incomplete(repo_id, reason, error) from reason
+    return folder
 
 
 def _download(
@@ -113,22 +157,30 @@ def _from_cache(
     reason: Exception,
 ) -> Path:
     """Return the folder in the Hub's cache, if a download was completed there."""
+    folder = _cached(repo_id, MODEL_INDEX, revision, reason)
     try:
-        index = hf_hub_download(repo_id, MODEL_INDEX, revision=revision, local_files_only=True)
+        _check_complete(folder, variant, without)
+    except CheckpointError as error:
+        raise _incomplete(repo_id, reason, error) from reason
+    return folder
+
+
+def _cached(repo_id: str, name: str, revision: str | None, reason: Exception) -> Path:
+    """Return the folder in the Hub's cache that holds a file."""
+    try:
+        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=True)).parent
     except LocalEntryNotFoundError:
         raise CheckpointError(
             f"{repo_id} is no local file or folder, it is not in the Hub's cache, and it could not "
             f"be downloaded: {_described(reason)}"
         ) from reason
-    folder = Path(index).parent
-    try:
-        _check_complete(folder, variant, without)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{repo_id} is only partly in the Hub's cache, and the rest could not be downloaded "
-            f"({_described(reason)}): {error}"
-        ) from reason
-    return folder
+
+
+def _incomplete(repo_id: str, reason: Exception, error: CheckpointError) -> CheckpointError:
+    return CheckpointError(
+        f"{repo_id} is only partly in the Hub's cache, and the rest could not be downloaded "
+        f"({_described(reason)}): {error}"
+    )
 
 
 def _check_complete(folder: Path, variant: str | None, without: Sequence[str]) -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
+from sd_tf.weights import controlnet_file, diffusers_controlnet
 from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
+from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
 from sd_tf.weights.diffusers import open_folder
+from sd_tf.weights.diffusers_controlnet import is_controlnet_folder
 from sd_tf.weights.diffusers_pipelines import MODEL_INDEX
 from sd_tf.weights.merge import merge_files
 from sd_tf.weights.single_file import open_file
@@ -40,6 +43,7 @@ def open_checkpoint(
     t5_tokenizer: str | Path | None = None,
     lora: Sequence[tuple[str | Path, float]] = (),
     embeddings: Sequence[str | Path] = (),
+    controlnet: Sequence[str | Path] = (),
     incomplete: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
@@ -60,6 +64,8 @@ def open_checkpoint(
         lora: adapter files, each with its scale, to merge into the weights: see `weights.merge`.
         embeddings: files of textual inversion, whose tokens are added. `TOKEN=FILE` is one that
             is called TOKEN; without it, a token is called what its file calls it.
+        controlnet: ControlNets that steer the denoiser, in the order in which a call gives their
+            pictures: see `open_controlnet`.
         incomplete: open a single file that lacks components, too. They cannot be built.
     """
     checkpoint = _open(
@@ -76,7 +82,40 @@ def open_checkpoint(
     if not incomplete:
         checkpoint.check_complete()
     checkpoint = merge_files(checkpoint, lora)
-    return with_embeddings(checkpoint, embeddings) if embeddings else checkpoint
+    if embeddings:
+        checkpoint = with_embeddings(checkpoint, embeddings)
+    if controlnet:
+        checkpoint = with_controlnets(checkpoint, [open_controlnet(net) for net in controlnet])
+    return checkpoint
+
+
+def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
+    """Open a ControlNet: a diffusers folder, a `.safetensors` file, or an id of the Hub."""
+    path = Path(source).expanduser()
+    if is_controlnet_folder(path):
+        return diffusers_controlnet.open_folder(path)
+    refuse_pickle(path)
+    if path.suffix == ".safetensors" and controlnet_file.is_controlnet_file(path):
+        return controlnet_file.open_file(path)
+    if path.exists():
+        raise CheckpointError(
+            f"{path} is not a ControlNet: give a folder whose {diffusers_controlnet.CONFIG} says "
+            f"{diffusers_controlnet.CLASS}, or a .safetensors file."
+        )
+    if HUB_ID.fullmatch(str(source)):
+        from sd_tf.weights import hub
+
+        net = diffusers_controlnet.open_folder(hub.fetch_model(str(source)))
+        return replace(net, name=str(source), source=str(source))
+    raise CheckpointError(f"No such file or folder: {path}")
+
+
+def is_controlnet(source: str | Path) -> bool:
+    """Tell whether a local source is a ControlNet's folder or file."""
+    path = Path(source).expanduser()
+    return is_controlnet_folder(path) or (
+        path.suffix == ".safetensors" and controlnet_file.is_controlnet_file(path)
+    )
 
 
 def _open(source: str | Path, scheduler: str | None, **given) -> Checkpoint:

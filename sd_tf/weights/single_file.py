@@ -163,7 +163,7 @@ def _with_ema(tensors: Tensors, path: Path) -> dict[str, StoredTensor]:
 def read_config(tensors: Tensors, family: str) -> PipelineConfig:
     """Return the family's configuration with the sizes read from the tensors' shapes."""
     named = FAMILIES[family]
-    unet = _read_unet(under(tensors, UNET), named.denoiser)
+    unet = read_unet(under(tensors, UNET), named.denoiser)
     vae = read_vae(under(tensors, VAE), named.autoencoder)
     text_encoders = {}
     for name, prefix in text_prefixes(named).items():
@@ -184,7 +184,8 @@ def read_config(tensors: Tensors, family: str) -> PipelineConfig:
     )
 
 
-def _read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
+def read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
+    """Return a named configuration with the sizes of a UNet, or of its way down and middle."""
     modules, depths = unet_modules(tensors)
     ours = {theirs: block for block, theirs in modules.items()}
     channels = tuple(

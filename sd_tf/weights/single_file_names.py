@@ -117,7 +117,7 @@ def split(tensors: Tensors, config: PipelineConfig, path: Path) -> dict[str, Ten
         CheckpointError: a tensor belongs to no component and is not known to be unused.
     """
     parts = {
-        "unet": _unet_names(under(tensors, UNET)),
+        "unet": unet_names(under(tensors, UNET)),
         "vae": vae_names(under(tensors, VAE), config),
     }
     prefixes = text_prefixes(config)
@@ -137,7 +137,8 @@ def split(tensors: Tensors, config: PipelineConfig, path: Path) -> dict[str, Ten
     return {name: parts[name] for name in config.components}
 
 
-def _unet_names(tensors: Tensors) -> dict[str, StoredTensor]:
+def unet_names(tensors: Tensors) -> dict[str, StoredTensor]:
+    """Give a UNet's tensors diffusers' names; those of other modules keep theirs."""
     modules, _ = unet_modules(tensors)
 
     def renamed(name):

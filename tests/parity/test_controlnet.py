@@ -10,7 +10,8 @@ import torch
 from sd_tf.bench.peers.random_checkpoint import randomized
 from sd_tf.cli.main import main
 from sd_tf.weights import layout
-from sd_tf.weights.diffusers_controlnet import open_controlnet, read_controlnet
+from sd_tf.weights.diffusers_controlnet import read_controlnet
+from sd_tf.weights.open import open_controlnet
 from tests.peer_pipelines import channels_first
 
 TOLERANCE = 1e-4  # of the reference's largest value
@@ -89,12 +90,14 @@ def test_what_it_adds(net, size):
             },
             return_dict=False,
         )
-    mine, my_middle = ours(latents, timesteps, context, ours.hint(pictures), **added)
-    assert len(mine) == len(skips) == 6
-    for our, their in zip([*mine, my_middle], [*skips, middle], strict=True):
+    mine = ours(latents, timesteps, context, ours.hint(pictures), **added)
+    assert len(mine) == 7
+    for our, their in zip(mine, [*skips, middle], strict=True):
         assert relative_error(our, their) <= TOLERANCE
-    other, _ = ours(latents, timesteps, context, ours.hint(1.0 - pictures), **added)
-    assert np.abs(np.asarray(other[-1] - mine[-1])).max() > 0.01, "the picture matters"
+    shapes = ours.shapes(latents.shape)
+    assert [tuple(our.shape) for our in mine] == shapes
+    other = ours(latents, timesteps, context, ours.hint(1.0 - pictures), **added)
+    assert np.abs(np.asarray(other[-2] - mine[-2])).max() > 0.01, "the picture matters"
 
 
 RELEASES = {
@@ -135,7 +138,7 @@ def test_names_and_shapes_at_full_size(name):
     config = read_controlnet({**theirs.config, "_class_name": "ControlNetModel"}, "a test")
     slots = layout.slots(layout.abstract_model(config))
     assert {key: slot.shape for key, slot in slots.items()} == expected
-    assert len(expected) == tensors and config.kind == name
+    assert len(expected) == tensors and config.trunk.kind == name
     assert sum(tensor.numel() for tensor in theirs.state_dict().values()) == parameters
 
 

@@ -17,6 +17,7 @@ from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
 from sd_tf.runtime.capabilities import takes_weights
+from sd_tf.runtime.controls import inputs_of
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape, Size
@@ -94,6 +95,7 @@ class Values:
         tokenizers = [open_tokenizer(export / place) for place in manifest.tokenizers.values()]
         weighted = takes_weights(manifest)
         texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted)
+        nets = len(manifest.controls)
         self.time_ids = manifest.time_ids
         self.texts = {"prompt": PROMPT, "negative_prompt": "", "scheduler": scheduler}
         self.random = np.random.default_rng(0)
@@ -109,6 +111,7 @@ class Values:
             **{name: NO_FURTHER_GUIDANCE[name] for name in manifest.further_scales},
             "history": 0,
             "mask": 1,
+            **inputs_of([1.0] * nets, [(0, calls[steps - 1])] * nets, guesses=False),
         }
 
     def __call__(self, name: str, tensor, count: int, size: Size) -> np.ndarray:
@@ -125,8 +128,8 @@ class Values:
                 f"No warm-up value is known for the input {name!r}, "
                 f"{signatures.describe(tensor)}. Add it to Values in {__name__}."
             )
-        if name == "images":
-            return self.random.uniform(-1, 1, shape).astype(dtype)
+        if name == "images" or name.startswith("control_image"):
+            return self.random.uniform(0, 1, shape).astype(dtype)
         return self.random.standard_normal(shape).astype(dtype)
 
 

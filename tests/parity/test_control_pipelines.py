@@ -1,0 +1,140 @@
+"""ControlNets in the loop against the pipelines of diffusers, on both backends.
+
+Every export has two nets, random as their zero convolutions are. A call that gives one of them no
+picture is compared with diffusers' pipeline of the other net alone.
+"""
+
+import diffusers
+import keras
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import peers
+from tests.peer_pipelines import (
+    NEGATIVE,
+    PROMPTS,
+    STEPS,
+    Pair,
+    channels_first,
+    check_pictures,
+    drawer,
+    pin_noise,
+    psnr,
+)
+
+pytestmark = pytest.mark.backend
+
+HINT = (4, 8, 8, 8)  # channels of the layers that the pictures pass through
+SIZES = {
+    "sd1": {"height": 72, "width": 88},
+    "sd2-v": {"height": 64, "width": 96},
+    "sdxl-base": {"height": 64, "width": 64},
+    "inpaint": {"height": 64, "width": 64},
+}
+PIPELINES = {
+    "sd1": diffusers.StableDiffusionControlNetPipeline,
+    "sd2-v": diffusers.StableDiffusionControlNetPipeline,
+    "sdxl-base": diffusers.StableDiffusionXLControlNetPipeline,
+    "inpaint": diffusers.StableDiffusionControlNetInpaintPipeline,
+}
+
+
+def random_net(unet, seed, **changes):
+    """A net for a UNet, whose picture does not fade in its random layers."""
+    net = diffusers.ControlNetModel.from_unet(
+        unet, conditioning_channels=3, conditioning_embedding_out_channels=HINT
+    )
+    net.register_to_config(**changes)
+    net = peers.randomized(net, seed)
+    with torch.no_grad():
+        net.controlnet_cond_embedding.conv_out.weight.mul_(30.0)
+        for layer in [*net.controlnet_down_blocks, net.controlnet_mid_block]:
+            layer.weight.mul_(0.4)
+    return net
+
+
+class Steered(Pair):
+    """Also the nets, and pipelines of diffusers with all of them or one."""
+
+    def __init__(self, family, theirs, ours, nets):
+        super().__init__(theirs, ours)
+        self.family, self.nets = family, nets
+
+    def pipeline(self, kind, *numbers):
+        nets = [self.nets[number] for number in numbers]
+        safety = {} if "XL" in kind.__name__ else {"requires_safety_checker": False}
+        net = nets[0] if len(nets) == 1 else nets
+        return kind(**self.theirs.components, controlnet=net, **safety)
+
+    def hints(self):
+        height, width = self.size.values()
+        rng = np.random.default_rng(3)
+        lines = 255 * (rng.random((height, width, 1)) > 0.7).repeat(3, -1)
+        return [Image.fromarray(lines.astype("uint8")), self.picture().rotate(90)]
+
+
+@pytest.fixture(scope="module")
+def pair(request, tmp_path_factory):
+    pipeline = peers.random_pipeline(request.param, layers_per_block=1)
+    # A net of an inpainting UNet takes the noisy latents alone.
+    unet = pipeline.unet if request.param != "inpaint" else peers.random_pipeline("sd1", 1).unet
+    nets = [random_net(unet, seed) for seed in (11, 12)]
+    folder = tmp_path_factory.mktemp(request.param)
+    pipeline.save_pretrained(folder / "checkpoint")
+    for number, net in enumerate(nets):
+        net.save_pretrained(folder / f"net-{number}")
+    opening = {"controlnet": [folder / f"net-{number}" for number in range(len(nets))]}
+    return Steered(request.param, pipeline, drawer(folder, opening, **SIZES[request.param]), nets)
+
+
+def of(*families):
+    if keras.backend.backend() == "jax":
+        families = families[-1:]
+    return pytest.mark.parametrize("pair", families, indirect=True)
+
+
+def both(pair, kind, numbers, theirs=None, ours=None, sampler="euler", scale=1.0, **common):
+    """Return diffusers' pictures and ours, with the nets of these numbers."""
+    pipeline = pair.pipeline(kind, *numbers)
+    hints = pair.hints()
+    chosen = [hints[number] for number in numbers]
+    theirs = dict(theirs or {})
+    scales = scale if isinstance(scale, list) else [scale] * len(numbers)
+    theirs["controlnet_conditioning_scale"] = scales if len(numbers) > 1 else scales[0]
+    key = "image" if kind in PIPELINES.values() and "Inpaint" not in kind.__name__ else None
+    theirs[key or "control_image"] = chosen if len(numbers) > 1 else chosen[0]
+    reference = pair.peer(sampler, pipeline, **theirs, **common)
+    given = {number: value for number, value in zip(numbers, scales, strict=True)}
+    pictures = pair.ours(
+        num_steps=STEPS,
+        scheduler=sampler,
+        control_image=[hint if n in numbers else None for n, hint in enumerate(hints)],
+        control_scale=[given.get(n) for n in range(len(hints))],
+        **(ours or {}),
+        **common,
+    ).images
+    return reference, pictures
+
+
+def text_to_image(pair, family, numbers, ours=None, theirs=None, **more):
+    noise = pair.noise(len(PROMPTS))
+    theirs = {"latents": channels_first(noise), **pair.size, **(theirs or {})}
+    ours = {"noise": noise, **(ours or {})}
+    return both(pair, PIPELINES[family], numbers, theirs, ours, prompt=PROMPTS, **more)
+
+
+def plain(pair, **arguments):
+    noise = pair.noise(len(PROMPTS))
+    return pair.ours(PROMPTS, noise=noise, num_steps=STEPS, scheduler="euler", **arguments).images
+
+
+@pytest.mark.parametrize("numbers", [[0], [1], [0, 1]], ids=["first", "second", "both"])
+@of("sd1", "sd2-v", "sdxl-base")
+def test_text_to_image(pair, numbers):
+    reference, pictures = text_to_image(
+        pair, pair.family, numbers, scale=[0.7, 1.2][: len(numbers)]
+    )
+    check_pictures(pictures, reference)
+    assert psnr(pictures, plain(pair)) < 35, "the nets hardly matter"
