@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from sd_tf.cli.parameters import add_parameters, given
 from sd_tf.cli.progress import Progress
@@ -55,7 +54,11 @@ def read_wanted(options: argparse.Namespace) -> dict[str, Any]:
     return parameters
 
 
-def _opened(path: str) -> Image.Image:
+def _opened(path: str | list[str]) -> Any:
+    """Open a picture, or those for several ControlNets, where an empty path stands for none."""
+    if isinstance(path, list):
+        pictures = [_opened(one) if one else None for one in path]
+        return pictures[0] if len(pictures) == 1 else pictures
     try:
         return open_picture(path)
     except PictureError as error:

@@ -19,8 +19,11 @@ COMMANDS = {
         "sd_tf.cli.benchmark", "time an export, and KerasCV's pipeline beside it", TENSORFLOW
     ),
     "generate": Command("sd_tf.cli.generate", "make pictures with an export", TENSORFLOW),
+    "control": Command(
+        "sd_tf.cli.control", "make the picture that a ControlNet follows", extra="control"
+    ),
     "weights": Command(
-        "sd_tf.cli.weights", "describe a checkpoint or an adapter; tell whether it would load"
+        "sd_tf.cli.weights", "describe a checkpoint, an adapter or a ControlNet; would it load?"
     ),
     "checkpoints": Command(
         "sd_tf.cli.checkpoints", "write a random checkpoint of a real release's size"

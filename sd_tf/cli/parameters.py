@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sd_tf.cli.arguments import Switch
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.parameter import CallError, Kind, Mixture, Parameter
 
@@ -32,7 +33,10 @@ def add_parameters(
             parser.add_argument(known.name, nargs="*", help=text)
         else:
             names = [f"--{known.name}"]
-            action = "store"
+            if known.kind is Kind.SWITCH:
+                parser.add_argument(*names, action=Switch, default=None, help=text)
+                continue
+            action = "append" if known.is_file and known.per_net else "store"
             if known.kind is Kind.MIXTURE:  # one for all, or given again for each name
                 names, action = [f"--{known.name.removesuffix('s')}", *names], Mixed
             parser.add_argument(

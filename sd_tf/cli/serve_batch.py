@@ -11,7 +11,6 @@ from sd_tf.cli.progress import Progress
 from sd_tf.runtime.chain import open_export
 from sd_tf.runtime.compile_cache import for_workers
 from sd_tf.runtime.manifest import FILE_NAME, file_hash
-from sd_tf.runtime.needed_pictures import needed_pictures
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
 from sd_tf.serving.batch.rows import (
@@ -64,18 +63,13 @@ def run(options: argparse.Namespace) -> int:
         for path in (options.export_dir, options.prompts, options.out)
     )
     manifest, _ = open_export(export_dir)
-    if needed := needed_pictures(manifest):
-        raise BatchError(
-            f"A batch has prompts alone; {export_dir} is {manifest.family}, which also takes "
-            f"{' and '.join(one.name for one in needed)}."
-        )
     settings = check_settings(given(options), manifest)
     cache = for_workers(options.compile_cache, are_here=options.address is None)
     try:
         content = prompts.read_bytes()
     except OSError as error:
         raise BatchError(f"--prompts {prompts} cannot be read: {error}") from error
-    rows, failures = check_rows(read_entries(prompts, content), settings, manifest)
+    rows, failures = check_rows(read_entries(prompts, content), settings, manifest, prompts.parent)
     if not rows:
         raise BatchError(
             f"None of the {len(failures)} rows of {prompts} can be drawn; the first: "

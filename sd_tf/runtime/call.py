@@ -377,12 +377,20 @@ class Call:
         ]
 
     def alike(self) -> tuple:
-        """Return the values that single pictures must share to be made in one batch."""
-        values = {name: getattr(self, name) for name in self.parameters()}
-        return tuple(
-            value is not None if self.parameters()[name].each else value
-            for name, value in values.items()
-        )
+        """Return the values that single pictures must share to be made in one batch.
+
+        Of those that may differ, only whether there is one, for each ControlNet.
+        """
+
+        def shared(known: Parameter):
+            value = getattr(self, known.name)
+            if not known.each:
+                return value
+            if known.per_net and isinstance(value, list | tuple):
+                return tuple(one is not None for one in value)
+            return value is not None
+
+        return tuple(shared(known) for known in self.parameters().values())
 
     @classmethod
     def joined(cls, calls: Sequence["Call"]) -> "Call":
@@ -428,7 +436,11 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size:
         message = f"{known.name} goes with {known.goes_with}: give both, or neither."
         raise CallError(known.name, message)
     if known.each and known.is_many(value):
-        return known.gathered([known.check(one, manifest, size) for one in value])
+        checked = [known.check(one, manifest, size) for one in value]
+        if known.per_net and len({tuple(x is None for x in one) for one in checked}) > 1:
+            message = f"{known.name} is for the same ControlNets in all pictures of a call."
+            raise CallError(known.name, message)
+        return known.gathered(checked)
     return known.check(value, manifest, size)
 
 

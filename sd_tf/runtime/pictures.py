@@ -23,12 +23,17 @@ class PictureError(SdTfError):
 
 def open_picture(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image:
     """Open a picture, upright and RGB, in its own size."""
-    return _opened(source, most_pixels, to_rgb)
+    return _opened(source, most_pixels, lambda image: to_rgb(ImageOps.exif_transpose(image)))
+
+
+def check_picture(source: str | Path) -> Image.Image:
+    """Check that a file begins as a picture, without decoding it; return a black pixel."""
+    return _opened(source, math.inf, lambda image: Image.new("RGB", (1, 1)))
 
 
 def open_alpha(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image | None:
     """Open a picture's alpha channel, upright, 0 where it is transparent; None: it has none."""
-    return _opened(source, most_pixels, _alpha)
+    return _opened(source, most_pixels, lambda image: _alpha(ImageOps.exif_transpose(image)))
 
 
 def _opened(source, most_pixels: float, convert: Callable[[Image.Image], Any]) -> Any:
@@ -37,7 +42,7 @@ def _opened(source, most_pixels: float, convert: Callable[[Image.Image], Any]) -
         with Image.open(file, formats=FORMATS) as image:  # decodes nothing yet
             if math.prod(image.size) > most_pixels:
                 raise PictureError(f"the picture has more than {most_pixels} pixels")
-            return convert(ImageOps.exif_transpose(image))
+            return convert(image)
     except (FileNotFoundError, PictureError):
         raise
     except UnidentifiedImageError as error:

@@ -106,7 +106,7 @@ def both(pair, kind, numbers, theirs=None, ours=None, sampler="euler", scale=1.0
     key = "image" if kind in PIPELINES.values() and "Inpaint" not in kind.__name__ else None
     theirs[key or "control_image"] = chosen if len(numbers) > 1 else chosen[0]
     reference = pair.peer(sampler, pipeline, **theirs, **common)
-    given = {number: value for number, value in zip(numbers, scales, strict=True)}
+    given = dict(zip(numbers, scales, strict=True))
     pictures = pair.ours(
         num_steps=STEPS,
         scheduler=sampler,
@@ -138,3 +138,97 @@ def test_text_to_image(pair, numbers):
     )
     check_pictures(pictures, reference)
     assert psnr(pictures, plain(pair)) < 35, "the nets hardly matter"
+
+
+@pytest.mark.parametrize("share", [(0.0, 0.5), (0.3, 1.0), (0.34, 0.66)], ids=str)
+@of("sd1", "sdxl-base")
+def test_share_of_the_steps(pair, share):
+    start, end = share
+    theirs = {"control_guidance_start": start, "control_guidance_end": end}
+    ours = {"control_start": start, "control_end": end}
+    reference, pictures = text_to_image(pair, pair.family, [0], ours, theirs)
+    check_pictures(pictures, reference)
+    whole, _ = text_to_image(pair, pair.family, [0])
+    assert psnr(reference, whole) < 40, "the share hardly matters"
+
+
+@pytest.mark.parametrize("negative", [None, [NEGATIVE, "green"]], ids=["absent", "negative"])
+@pytest.mark.parametrize("guidance", [7.5, 3.0])
+@of("sd1", "sdxl-base")
+def test_guess_mode(pair, guidance, negative):
+    more = {"guidance_scale": guidance, "negative_prompt": negative}
+    theirs, ours = {"guess_mode": True}, {"control_guess": True}
+    reference, pictures = text_to_image(pair, pair.family, [0, 1], ours, theirs, **more)
+    check_pictures(pictures, reference)
+    usual, _ = text_to_image(pair, pair.family, [0, 1], **more)
+    assert psnr(reference, usual) < 40, "guessing hardly matters"
+
+
+@pytest.mark.parametrize("sampler", ["pndm", "heun"])
+@of("sd1")
+def test_samplers_of_more_calls_than_steps(pair, sampler):
+    """The share counts model calls."""
+    theirs = {"control_guidance_start": 0.2, "control_guidance_end": 0.8}
+    ours = {"control_start": 0.2, "control_end": 0.8}
+    reference, pictures = text_to_image(pair, "sd1", [1], ours, theirs, sampler=sampler)
+    check_pictures(pictures, reference)
+
+
+@of("sd1")
+def test_scale_0_is_the_plain_picture(pair):
+    """Bit for bit: what has no weight is not computed."""
+    expected = plain(pair)
+    off = {"control_image": pair.hints(), "control_scale": 0.0}
+    np.testing.assert_array_equal(plain(pair, **off), expected)
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@of("sd1")
+def test_image_to_image(pair, monkeypatch, strength):
+    """The share is of the calls that the strength leaves."""
+    kind = diffusers.StableDiffusionControlNetImg2ImgPipeline
+    noise = pair.noise(1)
+    pin_noise(monkeypatch, pair.pipeline(kind, 0), noise)
+    common = {"prompt": PROMPTS[0], "negative_prompt": NEGATIVE, "image": pair.picture()}
+    reference, pictures = both(
+        pair,
+        kind,
+        [0],
+        {"control_guidance_end": 0.7},
+        {"control_end": 0.7, "noise": noise},
+        "ddim",
+        strength=strength,
+        **common,
+    )
+    check_pictures(pictures, reference)
+
+
+@of("sdxl-base")
+def test_image_to_image_of_sdxl(pair, monkeypatch):
+    kind = diffusers.StableDiffusionXLControlNetImg2ImgPipeline
+    noise = pair.noise(1)
+    pin_noise(monkeypatch, pair.pipeline(kind, 0), noise)
+    common = {"prompt": PROMPTS[0], "image": pair.picture(), "strength": 0.5}
+    reference, pictures = both(pair, kind, [0, 1], ours={"noise": noise}, **common)
+    check_pictures(pictures, reference)
+
+
+@of("inpaint")
+def test_inpainting(pair, monkeypatch):
+    """The nets do not see the mask and the picture beside the noisy latents."""
+    kind = diffusers.StableDiffusionControlNetInpaintPipeline
+    noise = pair.noise(1)
+    pin_noise(monkeypatch, pair.pipeline(kind, 0), noise)
+    mask = np.zeros(tuple(pair.size.values()), "uint8")
+    mask[11:42, 21:61] = 255
+    common = {"prompt": PROMPTS[0], "image": pair.picture(), "strength": 1.0}
+    reference, pictures = both(
+        pair,
+        kind,
+        [0, 1],
+        {"mask_image": Image.fromarray(mask), **pair.size},
+        {"mask": mask, "noise": noise},
+        "ddim",
+        **common,
+    )
+    check_pictures(pictures, reference)

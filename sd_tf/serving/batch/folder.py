@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_tf.files import atomic, locks
-from sd_tf.runtime.parameter import Kind, Mixture
+from sd_tf.runtime.parameter import Kind, Mixture, Parameter
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.rows import ID, Failure, Unit, row_parameters
 
@@ -120,8 +120,10 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
     )
 
 
-def _cell(value: Any) -> Any:
+def _cell(known: Parameter, value: Any) -> Any:
     """Return a parameter's value as a cell of a table has it."""
+    if known.per_net and isinstance(value, str):
+        return [value]
     return str(value) if isinstance(value, Mixture) else value
 
 
@@ -137,10 +139,18 @@ def _table(unit: Unit, pngs: list[bytes]) -> bytes:
         Kind.NUMBER: pyarrow.float64(),
         Kind.PAIR: pyarrow.list_(pyarrow.int64(), 2),
         Kind.MIXTURE: pyarrow.string(),
+        Kind.SWITCH: pyarrow.bool_(),
+        Kind.PICTURE: pyarrow.string(),
+        Kind.MASK: pyarrow.string(),
     }
     known = row_parameters()
-    schema = {ID: pyarrow.string(), **{name: types[known[name].kind] for name in known}}
-    columns = {name: [_cell(getattr(row.call, name)) for row in unit.rows] for name in known}
+    of_one = {name: types[one.kind] for name, one in known.items()}
+    lists = {name: pyarrow.list_(of_one[name]) for name, one in known.items() if one.per_net}
+    schema = {ID: pyarrow.string(), **of_one, **lists}
+    columns = {
+        name: [_cell(one, getattr(row.call, name)) for row in unit.rows]
+        for name, one in known.items()
+    }
     columns = {ID: [row.id for row in unit.rows], **columns, "png": pngs}
     schema = pyarrow.schema({**schema, "png": pyarrow.binary()}.items())
     table = pyarrow.table(columns, schema=schema)

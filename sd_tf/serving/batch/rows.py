@@ -1,8 +1,8 @@
 """Read prompts from txt, csv, jsonl or parquet, check them by row, and divide them into units."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from sd_tf.files.rows import SUFFIXES, Entry, RowsError, read_rows
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.parameter import Parameter
+from sd_tf.runtime.pictures import PictureError, check_picture, open_picture
 from sd_tf.serving.batch import BatchError
 
 ID = "id"
@@ -17,12 +18,8 @@ SHOWN = 60  # characters of a value in a reason
 
 
 def row_parameters() -> dict[str, Parameter]:
-    """Return the parameters that a row can have: no pictures, nor any that go with one."""
-    return {
-        name: known
-        for name, known in Call.parameters().items()
-        if known.fits_a_cell and not known.in_python_only and known.goes_with is None
-    }
+    """Return the parameters that a row can have; those that are pictures as their paths."""
+    return {n: known for n, known in Call.parameters().items() if not known.in_python_only}
 
 
 COLUMNS = (*row_parameters(), ID)
@@ -33,7 +30,7 @@ class Row:
     """One picture to make."""
 
     id: str  # given by the row, or its number
-    call: Call
+    call: Call  # its pictures are paths
 
 
 @dataclass(frozen=True)
@@ -95,12 +92,15 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def check_rows(
-    entries: Iterable[Entry], settings: Mapping[str, Any], manifest: Manifest
+    entries: Iterable[Entry], settings: Mapping[str, Any], manifest: Manifest, folder: Path
 ) -> tuple[list[Row], list[Failure]]:
     """Check each row against the export; return the rows to draw, and the failures.
 
     Values that a row does not give are those of `settings`. The seed is then that of `settings`
     plus the row's number, so that every run draws the same pictures.
+
+    Args:
+        folder: where the paths of pictures in a row begin.
     """
     rows, failures, numbers = [], [], {}
     for number, entry in enumerate(entries):
@@ -114,7 +114,7 @@ def check_rows(
                 raise ValueError(f"the id is also that of row {numbers[name]}")
             numbers[name] = number
             defaults = {**settings, "seed": settings["seed"] + number}
-            rows.append(Row(name, _call({**defaults, **_values(entry)}, manifest)))
+            rows.append(Row(name, _call({**defaults, **_values(entry, folder)}, manifest)))
         except ValueError as error:
             failures.append(Failure(number, name, str(error)))
     return rows, failures
@@ -125,8 +125,16 @@ def check_settings(given: Mapping[str, Any], manifest: Manifest) -> dict[str, An
     settings = {}
     for name, known in row_parameters().items():
         if given.get(name) is not None:
-            settings[name] = known.check(given[name], manifest)
-        elif known.taken_by.holds(manifest) and known.default_for(manifest) is not None:
+            value = given[name]
+            if known.is_file:
+                settings[name] = _paths(known, value, Path.cwd())
+            else:
+                settings[name] = known.check(value, manifest)
+        elif (
+            known.goes_with is None
+            and known.taken_by.holds(manifest)
+            and known.default_for(manifest) is not None
+        ):
             settings[name] = known.default_for(manifest)
     return settings
 
@@ -145,12 +153,51 @@ def divide(rows: Iterable[Row], batch_size: int) -> list[Unit]:
     return [Unit(i, tuple(row for _, row in chunk)) for i, chunk in enumerate(chunks)]
 
 
-def _values(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _values(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the parameters that a row gives, parsed where the file has only texts."""
+    values = {}
+    for name, known in row_parameters().items():
+        if name in entry:
+            value = entry[name]
+            value = known.from_text(value) if isinstance(value, str) else value
+            values[name] = _paths(known, value, folder) if known.is_file else value
+    return values
+
+
+def _paths(known: Parameter, value: Any, folder: Path) -> str | list[str | None]:
+    """Return the whole paths of a row's pictures; an empty one of several stands for none."""
+    if known.per_net and isinstance(value, list | tuple):
+        return [_paths(known, one, folder) if one else None for one in value]
+    if not isinstance(value, str):
+        raise ValueError(f"{known.name} is a path. Received: {value!r}")
+    return str(folder / Path(value).expanduser())
+
+
+def opened(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's values with its pictures opened, which are paths."""
+    return _with_pictures(call, open_picture)
+
+
+def _with_pictures(values: Mapping[str, Any], read: Callable) -> dict[str, Any]:
+    """Return a row's values with what `read` makes of each picture's path."""
+
+    def of_path(name, path):
+        try:
+            return read(path)
+        except OSError as error:
+            raise ValueError(f"{name}: {path} cannot be read ({error.strerror}).") from error
+        except PictureError as error:
+            raise ValueError(f"{name}: {path}: {error}.") from error
+
+    def of(name, value):
+        if isinstance(value, list):
+            return [None if path is None else of_path(name, path) for path in value]
+        return of_path(name, value)
+
+    known = row_parameters()
     return {
-        name: known.from_text(entry[name]) if isinstance(entry[name], str) else entry[name]
-        for name, known in row_parameters().items()
-        if name in entry
+        name: of(name, value) if known[name].is_file and value is not None else value
+        for name, value in values.items()
     }
 
 
@@ -161,7 +208,8 @@ def _call(values: Mapping[str, Any], manifest: Manifest) -> Call:
     for name, known in row_parameters().items():
         if known.each and known.is_many(values.get(name)):  # a row is one picture
             raise known.refusal(values[name], manifest)
-    return Call(**values).completed(manifest)
+    call = Call(**_with_pictures(values, check_picture)).completed(manifest)
+    return replace(call, **{name: values[name] for name in call.files()})
 
 
 def _id(value: Any) -> str:

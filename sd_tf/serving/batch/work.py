@@ -20,7 +20,7 @@ import ray.data
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.png import metadata, png_bytes
 from sd_tf.serving.batch import BatchError
-from sd_tf.serving.batch.rows import Unit
+from sd_tf.serving.batch.rows import Unit, opened
 from sd_tf.serving.devices import see_reserved_gpus
 
 ATTEMPTS = 5  # begun so often and never ended, a unit is taken to kill its worker
@@ -96,7 +96,7 @@ def answers(
     context.max_consecutive_actor_init_deaths = 0
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors reach us as exceptions
     items = [
-        {"unit": unit.index, "calls": json.dumps([row.call.described() for row in unit.rows])}
+        {"unit": unit.index, "calls": json.dumps([_sent(row.call) for row in unit.rows])}
         for unit in units
     ]
     attempts = ray.remote(Attempts).options(num_cpus=0, max_restarts=-1, max_task_retries=-1)
@@ -114,6 +114,11 @@ def answers(
             yield int(answer["unit"]), list(answer["pngs"])
     except ray.exceptions.RayError as error:
         raise BatchError(f"Ray failed: {error}") from error
+
+
+def _sent(call: Call) -> dict[str, Any]:
+    """Return a row's call as JSON takes it, its pictures as paths."""
+    return {**call.described(), **{name: getattr(call, name) for name in call.files()}}
 
 
 class Attempts:
@@ -146,7 +151,7 @@ class Worker:
         if problem is None:
             try:
                 self._begin(f"unit {item['unit']}", f"The unit {item['unit']}", ATTEMPTS)
-                pngs = self.draw([Call(**values) for values in json.loads(item["calls"])])
+                pngs = self.draw([Call(**opened(values)) for values in json.loads(item["calls"])])
             except Exception as error:
                 problem = described(error)
         return {"unit": item["unit"], "pngs": pngs, "problem": problem or ""}

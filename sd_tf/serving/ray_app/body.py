@@ -1,7 +1,7 @@
 """Read and check the body of POST /generate: a call's parameters, and how to deliver pictures."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any
 
@@ -71,6 +71,7 @@ TYPES = {
     Kind.MIXTURE: dict[str, float],
     Kind.PICTURE: str,
     Kind.MASK: str,
+    Kind.SWITCH: bool,
 }
 # What pydantic adds to the place of a problem, where a value may be of several types.
 _NAMES = {kind.__name__ if isinstance(kind, type) else str(kind) for kind in TYPES.values()}
@@ -80,7 +81,9 @@ TYPE_NAMES = _NAMES | {f"list[{name}]" for name in _NAMES}
 def field_of(known: Parameter) -> tuple[Any, Any]:
     """Return a parameter's type and pydantic field; its bounds are checked by the call itself."""
     kind = TYPES[known.kind]
-    if known.each and not known.is_file:
+    if known.per_net:
+        kind = kind | Annotated[list[kind | None], Field(fail_fast=True)]
+    elif known.each and not known.is_file:
         kind = kind | Annotated[list[kind], Field(fail_fast=True)]
     least, above, most = known.bounds()
     largest = "maxLength" if known.kind is Kind.TEXT else "maximum"
@@ -140,12 +143,7 @@ class GenerateRequest:
             checked = {name: DELIVERY[name].check(value) for name, value in delivery.items()}
         except ValueError as error:
             raise RefusedError(422, str(error)) from error
-        known = Call.parameters()
-        call = {
-            name: _picture(name, value) if known[name].is_file else value
-            for name, value in values.items()
-        }
-        return cls(call, Delivery(**checked))
+        return cls(opened(values), Delivery(**checked))
 
     def jobs(self, manifest: Manifest, export: str, most: int, streams: bool) -> list[Job]:
         """Return a job for each picture, all with one queue of events, or refuse the call.
@@ -186,9 +184,9 @@ def form_fields(
     has_encoder = "image_encoder" in manifest.components
     fields = []
     for name, known in body_parameters().items():
-        needs_picture = known.is_file or known.goes_with is not None
+        is_encoded = "image" in (name, known.goes_with)
         is_asked = known.taken_by.holds(manifest) and known.shown_by.holds(manifest)
-        if not is_asked or (needs_picture and not has_encoder):
+        if not is_asked or (is_encoded and not has_encoder):
             continue
         least, above, most = known.bounds(manifest)
         field = {
@@ -203,13 +201,33 @@ def form_fields(
             "default": defaults.get(name, known.default_for(manifest)),
             "required": known.is_required or known.needed_by.holds(manifest),
             "goes_with": known.goes_with,
+            "per_net": known.per_net,
         }
         if known.choices is not None:
             field["choices"] = list(known.choices(manifest))
-        fields.append(field)
+        fields += _of_nets(field, manifest) if known.per_net else [field]
     if len(manifest.shapes.sizes) > 1:
         fields.append(_size_field(manifest.shapes))
     return fields
+
+
+def _of_nets(field: dict[str, Any], manifest: Manifest) -> list[dict[str, Any]]:
+    """Return a field for each ControlNet, which the page sends as one list."""
+    if len(manifest.controls) == 1:
+        return [field]
+
+    def numbered(name: str | None, number: int) -> str | None:
+        return None if name is None else f"{name}-{number}"
+
+    return [
+        {
+            **field,
+            "name": numbered(field["name"], number),
+            "goes_with": numbered(field["goes_with"], number),
+            "label": f"{field['label']}: {net.name}",
+        }
+        for number, net in enumerate(manifest.controls, start=1)
+    ]
 
 
 def _size_field(shapes: Shapes) -> dict[str, Any]:
@@ -223,7 +241,23 @@ def _size_field(shapes: Shapes) -> dict[str, Any]:
         "default": "{}x{}".format(*shapes.sizes[0]),
         "required": True,
         "goes_with": None,
+        "per_net": False,
     }
+
+
+def opened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's values with its pictures opened, which are files in base64."""
+    known = Call.parameters()
+    return {
+        name: _pictures(name, value) if known[name].is_file else value
+        for name, value in values.items()
+    }
+
+
+def _pictures(name: str, value: str | Sequence[str | None]) -> Any:
+    if isinstance(value, str):
+        return _picture(name, value)
+    return [None if one is None else _picture(name, one) for one in value]
 
 
 def _picture(name: str, content: str) -> Image.Image:

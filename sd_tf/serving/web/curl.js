@@ -1,6 +1,7 @@
 // A picture's parameters as a command line that makes the same picture again.
 
 import * as key from "./key.js";
+import * as lists from "./lists.js";
 
 // The key itself stays out of the clipboard and the shell's history.
 export const KEY_HEADER = '-H "authorization: Bearer $SD_TF_TOKEN"';
@@ -18,14 +19,19 @@ const ENCODE = [
   "import base64, json, sys",
   "body = json.loads(sys.argv[1])",
   "read = lambda path: base64.b64encode(open(path, 'rb').read()).decode()",
-  "body.update((name, read(path)) for name, path in zip(sys.argv[2::2], sys.argv[3::2]))",
+  "parts = lambda name: name.split('-')", // a list's name has a place behind it
+  "put = lambda into, place, path: into.__setitem__(place, read(path))",
+  "[put(body[parts(name)[0]], int(parts(name)[1]) - 1, path) if '-' in name" +
+    " else put(body, name, path) for name, path in zip(sys.argv[2::2], sys.argv[3::2])]",
   "print(json.dumps(body))",
 ].join("; ");
 
 // Returns the command line; `files` are the names of the pictures that were sent, by field.
 export function curl({ files = {}, ...parameters }) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null);
-  const body = quoted(JSON.stringify(Object.fromEntries(given)));
+  const nets = parameters.control_scale?.length ?? 0;
+  const all = { ...Object.fromEntries(given), ...lists.empty(Object.keys(files), nets) };
+  const body = quoted(JSON.stringify(all));
   const address = new URL("generate", document.baseURI).href;
   const sent = Object.entries(files).flat().map(quoted);
   const send = [

@@ -11,19 +11,24 @@ const CONTROLS = {
   choice: select,
   size: sizeSelect,
   mixture: (field) => mixture.control(field, common(field)),
-  picture: fileInput,
+  switch: tick,
+  picture: (field) => (field.per_net ? shownFileInput(field) : fileInput(field)),
   mask: fileInput,
 };
 const MAY_BE_LEFT_OUT = ["text", "picture"]; // labelled optional; the others always have a value
 
 export const isFile = (field) => field.kind === "picture" || field.kind === "mask";
+export const isTick = (field) => field.kind === "switch";
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
+const steers = ({ name, goes_with: other }) => isOf("control_image", name, other);
+const isOf = (picture, ...names) => names.some((name) => name?.startsWith(picture));
 
-// Order: pictures and the fields that go with them, texts, the size and the other small fields,
-// adapters, the seed last.
+// Order: pictures and the fields that go with them, those of ControlNets, texts, the size and the
+// other small fields, adapters, the seed last.
 export function build(fields) {
-  const pictures = fields.filter(goesWithFile);
+  const control = fields.filter(steers);
+  const pictures = fields.filter((field) => goesWithFile(field) && !steers(field));
   const others = fields.filter((field) => !goesWithFile(field));
   const texts = others.filter((field) => field.kind === "text");
   const seeds = others.filter((field) => field.kind === "seed");
@@ -34,6 +39,7 @@ export function build(fields) {
   const small = [...sizes, ...rest.filter((field) => !sizes.includes(field))];
   return [
     ...(pictures.length > 0 ? [pair([...pictures.map(fieldOf), chosenPicture()])] : []),
+    ...(control.length > 0 ? [pair(control.map(fieldOf))] : []),
     ...texts.map(fieldOf),
     pair(small.map(fieldOf)),
     ...mixtures.map(fieldOf),
@@ -60,7 +66,7 @@ function fieldOf(field) {
 
 function hint({ kind, help, least, most }) {
   if (kind === "whole number") return most === null ? `from ${least}` : `${least} to ${most}`;
-  return ["number", "mask", "mixture"].includes(kind) ? help : "";
+  return ["number", "mask", "mixture", "switch"].includes(kind) ? help : "";
 }
 
 export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -125,6 +131,16 @@ function sizeSelect(field) {
 function fileInput(field) {
   const title = sentence(field.help);
   return element("input", { ...common(field), type: "file", accept: "image/*", title });
+}
+
+// A file input with the picture as a ControlNet sees it: in the size that is drawn.
+function shownFileInput(field) {
+  const seen = element("img", { id: `${field.name}-seen`, alt: "What is followed", hidden: "" });
+  return element("div", { class: "seen" }, fileInput(field), seen);
+}
+
+function tick(field) {
+  return element("input", { ...common(field), type: "checkbox", title: sentence(field.help) });
 }
 
 const chosenPicture = () =>

@@ -6,38 +6,41 @@ const LARGEST = 12 * 2 ** 20; // bytes: a request has its limit
 
 export const UNREADABLE = `It cannot be read, or is larger than ${LARGEST / 2 ** 20} MB.`;
 
-let known = []; // names of the form's file inputs; the first one's picture is shown
+let known = []; // names of the form's file inputs
+let places = {}; // name → where its picture is shown: the element to hide, and the picture
 
 export function setUp(fileNames, onChange) {
   known = fileNames;
-  if (known.length === 0) return;
+  const seen = known.map((name) => [name, byId(`${name}-seen`)]).filter(([, img]) => img !== null);
+  places = Object.fromEntries(seen.map(([name, img]) => [name, { place: img, img }]));
+  const others = known.filter((name) => !(name in places));
+  const changed = (name) => {
+    if (name in places) show(places[name], chosen(name));
+    onChange(name);
+  };
   for (const name of known) {
     byId(name).addEventListener("change", () => changed(name));
   }
+  if (others.length === 0) return;
+  places[others[0]] = { place: byId("given"), img: byId("given-picture") };
   byId("forget").addEventListener("click", () => {
-    for (const name of known) {
+    for (const name of others) {
       byId(name).value = "";
       changed(name);
     }
-    byId(known[0]).focus();
+    byId(others[0]).focus();
   });
-
-  function changed(name) {
-    if (name === known[0]) show(chosen(name));
-    onChange(name);
-  }
 }
 
 function chosen(name) {
   return byId(name).files[0] ?? null;
 }
 
-function show(file) {
-  const picture = byId("given-picture");
-  if (picture.src) URL.revokeObjectURL(picture.src);
-  if (file === null) picture.removeAttribute("src");
-  else picture.src = URL.createObjectURL(file);
-  byId("given").hidden = file === null;
+function show({ place, img }, file) {
+  if (img.src) URL.revokeObjectURL(img.src);
+  if (file === null) img.removeAttribute("src");
+  else img.src = URL.createObjectURL(file);
+  place.hidden = file === null;
 }
 
 // Returns the chosen pictures in base64, by name; null for one that cannot be read.

@@ -2,7 +2,8 @@
 // back into it. Its fields are those that the server describes.
 
 import { byId, element } from "./dom.js";
-import { build, isFile, isNumber, sentence } from "./fields.js";
+import { build, isFile, isNumber, isTick, sentence } from "./fields.js";
+import { gathered, spread } from "./lists.js";
 import * as files from "./files.js";
 import * as mixture from "./mixture.js";
 
@@ -44,6 +45,7 @@ function listen() {
   });
   byId("scheduler").addEventListener("change", showMostSteps);
   byId("random").addEventListener("change", showSeed);
+  byId("size")?.addEventListener("change", showShape);
   for (const slider of document.querySelectorAll("[data-for]")) {
     const number = byId(slider.dataset.for);
     slider.addEventListener("input", () => {
@@ -61,6 +63,12 @@ function showMostSteps() {
   slider.max = most;
   slider.value = byId("num_steps").value;
   byId("num_steps-hint").textContent = `1 to ${most}`;
+}
+
+// Shows what ControlNets see in the size that is chosen.
+function showShape() {
+  const [height, width] = byId("size").value.split("x");
+  byId("form").style.setProperty("--shape", `${width} / ${height}`);
 }
 
 // Shows the seed's field; a seed that was random becomes editable as its last number.
@@ -131,9 +139,13 @@ export async function read() {
   return { ...request, previews: byId("live").checked ? previews : 0 };
 }
 
+// Returns the values as the server takes them.
+export const composed = (request) => gathered(request, fields);
+
 function value(field) {
   const control = byId(field.name);
   if (control.disabled) return null; // a random seed
+  if (isTick(field)) return control.checked;
   if (isNumber(field)) return control.valueAsNumber;
   if (field.kind === "mixture") return mixture.numbers(control.value);
   return control.value === "" && !field.required ? null : control.value;
@@ -152,6 +164,7 @@ function problem(field, request) {
     return field.required && value === undefined ? "Choose a file." : null;
   }
   if (value === undefined) return null;
+  if (isTick(field)) return null;
   if (isNumber(field)) return isRight(field, value) ? null : rule(field);
   if (field.kind === "mixture") {
     const { least, most } = field;
@@ -216,7 +229,7 @@ export function clearErrors(only) {
 
 // Returns a picture's parameters as [label, value] and as one line.
 export function described(parameters) {
-  const all = { ...parameters, size: `${parameters.width} × ${parameters.height}` };
+  const all = { ...spread(parameters, fields), size: `${parameters.width} × ${parameters.height}` };
   const told = values().filter(({ name }) => name !== "prompt" && (all[name] ?? null) !== null);
   const short = {
     "whole number": (label, value) => `${value} ${label}`,
@@ -248,12 +261,13 @@ export function useAgain(parameters) {
   const empty = Object.fromEntries(texts.map(({ name }) => [name, ""]));
   const size = `${parameters.height}x${parameters.width}`;
   const adapters = mixture.text(parameters.adapters ?? {});
-  fill({ ...empty, ...parameters, size, adapters, count: 1 });
+  fill({ ...empty, ...spread(parameters, fields), size, adapters, count: 1 });
 }
 
 function fill(given) {
-  for (const { name } of values()) {
-    if (name in given) byId(name).value = given[name] ?? "";
+  for (const field of values().filter(({ name }) => name in given)) {
+    if (isTick(field)) byId(field.name).checked = given[field.name] === true;
+    else byId(field.name).value = given[field.name] ?? "";
   }
   for (const field of fields.filter(({ kind }) => kind === "choice" || kind === "size")) {
     if (byId(field.name).value === "") byId(field.name).value = field.default;
@@ -262,6 +276,7 @@ function fill(given) {
   byId("random").checked = given.random ?? (given.seed ?? "") === "";
   showSeed();
   showMostSteps();
+  if (byId("size") !== null) showShape();
   for (const slider of document.querySelectorAll("[data-for]")) {
     slider.value = byId(slider.dataset.for).value;
   }
@@ -272,7 +287,10 @@ function fill(given) {
 
 function keep() {
   const ticked = TICKS.map((name) => [name, byId(name).checked]);
-  const written = values().map(({ name }) => [name, byId(name).value]);
+  const written = values().map((field) => {
+    const control = byId(field.name);
+    return [field.name, isTick(field) ? control.checked : control.value];
+  });
   try {
     sessionStorage.setItem(KEPT, JSON.stringify(Object.fromEntries([...ticked, ...written])));
   } catch {

@@ -79,7 +79,7 @@ function checkpointName({ name, format, adapters = [] }) {
 }
 
 function showShape(height, width) {
-  byId("stage").style.setProperty("--shape", `${width} / ${height}`);
+  document.documentElement.style.setProperty("--shape", `${width} / ${height}`);
 }
 
 // A run
@@ -92,7 +92,7 @@ async function submit() {
   isReading = false;
   const problems = form.problems(request);
   form.showProblems(problems);
-  if (Object.keys(problems).length === 0) run(request);
+  if (Object.keys(problems).length === 0) run(form.composed(request));
 }
 
 async function run(request) {

@@ -1,5 +1,6 @@
 """Read a form (multipart/form-data) from memory, within limits."""
 
+import base64
 import logging
 import re
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 MOST_PARTS = 100
 LONGEST_VALUE = 1 << 16  # bytes of a field that is no file
-FILES = ("image", "mask")
+# Fields that are files; those for ControlNets may be texts, too, which are base64.
+CONTROL_FILES = ("control_image",)
+FILES = ("image", "mask", *CONTROL_FILES)
 # The names of fields with several values: NAME[] for each value of a list, NAME[KEY] by key.
 MANY = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
 
@@ -42,6 +45,17 @@ def read_form(body: bytes, content_type: str) -> dict[str, Any]:
         else:
             values[name] = value
     return values
+
+
+def in_base64(content: bytes | list[bytes]) -> str | list[str | None]:
+    """Return files, or texts in base64, as texts in base64; None for an empty one of a list."""
+    if isinstance(content, list):
+        return [in_base64(one) if one else None for one in content]
+    try:
+        base64.b64decode(content, validate=True)
+    except ValueError:
+        return base64.b64encode(content).decode()
+    return content.decode()
 
 
 @dataclass

@@ -20,6 +20,7 @@ from sd_tf.serving.ray_app.body import (
     GenerateRequest,
     check_commas,
     given_values,
+    opened,
 )
 from sd_tf.serving.ray_app.images_api.errors import refusal
 from sd_tf.serving.ray_app.images_api.fields import (
@@ -31,7 +32,7 @@ from sd_tf.serving.ray_app.images_api.fields import (
     check_fields,
 )
 from sd_tf.serving.ray_app.images_api.files import BEST, Format, open_pictures
-from sd_tf.serving.ray_app.images_api.form import read_form
+from sd_tf.serving.ray_app.images_api.form import CONTROL_FILES, in_base64, read_form
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.ray_app.takeover import Served
 
@@ -84,6 +85,9 @@ class Reader:
         for name in ("image", "mask"):
             if isinstance(values.get(name), list):
                 values[name] = _only(name, values[name])
+        for name in CONTROL_FILES:
+            if name in values:
+                values[name] = in_base64(values[name])
         try:  # not strictly: a form has texts alone
             asked = Edit.model_validate(values, strict=False)
         except ValidationError as error:
@@ -107,7 +111,12 @@ class Reader:
         given = given_values(asked)
         height, width = read_size(given.get("size", AUTO), manifest)
         own = {name: value for name, value in given.items() if name in CALL_FIELDS}
-        call = {**settings.call_defaults(manifest), **own, **pictures, "prompt": asked.prompt}
+        call = {
+            **settings.call_defaults(manifest),
+            **opened(own),
+            **pictures,
+            "prompt": asked.prompt,
+        }
         call |= {"height": height, "width": width}
         delivery = Delivery(
             count=count,

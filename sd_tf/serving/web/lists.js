@@ -1,0 +1,32 @@
+// Parameters with a value for each ControlNet: a field for each value, and one list in a request.
+
+const MANY = /^(.+)-(\d+)$/; // the name of such a field: the list's, and the place in it
+
+// Returns a request with the values of each list put together; null where a net has none.
+export function gathered(request, fields) {
+  const found = { ...request };
+  for (const { name } of fields) {
+    const [, list] = MANY.exec(name) ?? [];
+    if (list === undefined) continue;
+    found[list] = [...(found[list] ?? []), request[name] ?? null];
+    delete found[name];
+  }
+  const isEmpty = (value) => Array.isArray(value) && value.every((one) => one === null);
+  return Object.fromEntries(Object.entries(found).filter(([, value]) => !isEmpty(value)));
+}
+
+// Returns a picture's parameters with each value of a list under its field's name.
+export function spread(parameters, fields) {
+  const found = { ...parameters };
+  for (const { name } of fields.filter((field) => field.per_net)) {
+    const [, list, number] = MANY.exec(name) ?? [null, name, 1];
+    if (Array.isArray(parameters[list])) found[name] = parameters[list][number - 1];
+  }
+  return found;
+}
+
+// Returns the lists that hold nothing yet, for the files of these fields.
+export function empty(names, count) {
+  const lists = names.map((name) => MANY.exec(name)?.[1]).filter((list) => list !== undefined);
+  return Object.fromEntries(lists.map((list) => [list, Array(count).fill(null)]));
+}
