@@ -71,6 +71,9 @@ COMMANDS = {
             "tiny_adapter": Command(
                 "sd_tf.cli.train_tiny_adapter", "train an adapter of the embedded checkpoint anew"
             ),
+            "tiny_control": Command(
+                "sd_tf.cli.train_tiny_control", "train the embedded ControlNet anew"
+            ),
             "edit_pairs": Command(
                 "sd_tf.cli.train_edit_pairs",
                 "write the tiny world's edits as parquet: pairs with a known truth",

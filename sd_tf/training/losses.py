@@ -15,6 +15,8 @@ from sd_tf.models.joint import JointBlock
 from sd_tf.models.layers import Block, ResnetBlock, dense
 from sd_tf.sampling.schedules import training_levels
 
+HINT = "hint"  # the batch's control pictures
+
 
 class Autoencoding(Block):
     """The autoencoder's loss: L1 and squared error, with a small weight on the KL divergence."""
@@ -87,8 +89,8 @@ class Denoising(Block):
         batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or (B, encoders, 77),
         or else context (B, 77, D) and pooled (B, P) of the families that have it. Optionally:
         beside (B, h, w, C'), which the denoiser gets beside the noisy latents; time_ids (B, 6);
-        has_text (B,), 1.0, or 0.0 to give zeros for the text; weights (B,), factors of the
-        examples' losses.
+        hint (B, H, W, 3), control pictures for a `Steered` one; has_text (B,), 1.0, or 0.0 to give
+        zeros for the text; weights (B,), factors of the examples' losses.
         """
         timesteps = batch["timesteps"]
 
@@ -127,7 +129,21 @@ class Denoising(Block):
                 name: x * ops.reshape(batch["has_text"], (-1,) + (1,) * (len(x.shape) - 1))
                 for name, x in text.items()
             }
-        return text | {name: batch[name] for name in ("time_ids",) if name in batch}
+        return text | {name: batch[name] for name in ("time_ids", HINT) if name in batch}
+
+
+class Steered(Block):
+    """A UNet and a ControlNet that steers it, as one denoiser that also takes control pictures."""
+
+    def __init__(self, unet, net):
+        super().__init__()
+        self.unet, self.net = unet, net
+
+    def call(self, latents, timesteps, context, hint, **given):
+        """Predict as the UNet does; hint: pictures (B, H, W, 3) in 0…1."""
+        noisy = latents[..., : self.net.config.in_channels]
+        control = self.net(noisy, timesteps, context, self.net.hint(hint), **given)
+        return self.unet(latents, timesteps, context, control=control, **given)
 
 
 class Editing(Block):

@@ -7,12 +7,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from sd_tf.components.build import component
-from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.components.build import component, tables_of
+from sd_tf.components.geometry import Fixed, Geometry, geometry_of
 from sd_tf.components.guidance import EDITED, IMAGE_SCALE, SCALE
 from sd_tf.components.text_encoder import CLIP_TOKENS
 from sd_tf.config import PipelineConfig
 from sd_tf.models.branches import Branches, branches
+from sd_tf.runtime.controls import image_input, inputs_of
 from sd_tf.runtime.pictures import to_model
 from sd_tf.training.conditions import Tokenize, same_time_ids
 
@@ -57,18 +58,30 @@ class Painter:
         height, width = pictures.shape[1:3]
         return self._pictures(instructions, num_steps, scales, height, width, pictures)
 
-    def _pictures(self, prompts, num_steps, scales, height, width, edited=None) -> np.ndarray:
-        with branches(self.adapted):
-            return self._drawn(prompts, num_steps, scales, height, width, edited)
+    def steer(
+        self,
+        prompts: Sequence[str],
+        pictures: np.ndarray,
+        num_steps: int = 20,
+        guidance_scale: float = 4.0,
+    ) -> np.ndarray:
+        """Draw for each prompt what the ControlNet makes of its picture, uint8 (N, H, W, 3)."""
+        height, width = pictures.shape[1:3]
+        scales = {SCALE: guidance_scale}
+        return self._pictures(prompts, num_steps, scales, height, width, steering=pictures)
 
-    def _drawn(self, prompts, num_steps, scales, height, width, edited) -> np.ndarray:
+    def _pictures(self, prompts, num_steps, scales, height, width, edited=None, steering=None):
+        with branches(self.adapted):
+            return self._drawn(prompts, num_steps, scales, height, width, edited, steering)
+
+    def _drawn(self, prompts, num_steps, scales, height, width, edited, steering) -> np.ndarray:
         fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
         geometry = geometry_of(self.config, fixed)
         empty_tokens = {CLIP_TOKENS: self.tokenize([""])}
 
-        def run(name, **inputs):
+        def run(name, endpoint="serving_default", **inputs):
             part = component(name, self.config, geometry, "float32", empty_tokens, self._model)
-            return part.endpoints(geometry.shapes.first)["serving_default"].function(**inputs)
+            return part.endpoints(geometry.shapes.first)[endpoint].function(**inputs)
 
         inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenize(prompts)))
         inputs |= {name: ops.convert_to_tensor(x, "float32") for name, x in scales.items()}
@@ -79,10 +92,24 @@ class Painter:
         if edited is not None:
             images = ops.convert_to_tensor(to_model(edited))
             inputs[EDITED] = run("image_encoder", images=images)["latent"]
-        steps = ops.convert_to_tensor(num_steps, "int32")
+        inputs["num_steps"] = ops.convert_to_tensor(num_steps, "int32")
+        endpoint = "serving_default"
+        if steering is not None:
+            endpoint, further = "seeded", self._steered(steering, geometry)
+            inputs |= {name: ops.convert_to_tensor(x) for name, x in further.items()}
         with _loops_in_python(True):
-            latent = run("diffusion_model", num_steps=steps, **inputs)["latent"]
+            latent = run("diffusion_model", endpoint, **inputs)["latent"]
         return ops.convert_to_numpy(run("decoder", latent=latent)["generated_images"])
+
+    def _steered(self, pictures: np.ndarray, geometry: Geometry) -> dict[str, np.ndarray]:
+        """Return the further inputs of a loop that the one ControlNet steers in all its steps."""
+        tables = tables_of(self.config, geometry.shapes.first.size, geometry.max_steps)
+        return {
+            image_input(0): pictures / np.float32(255),
+            **inputs_of([1.0], [(0, len(tables.rows))], guesses=False),
+            "scheduler": np.int32(tables.numbers[self.config.schedule.sampler]),
+            "seed": np.arange(len(pictures), dtype="int32"),
+        }
 
     def _model(self, name: str, precision: str, storage: str | None) -> Callable:
         """Fetch a model as it is, in the precision that it is trained in."""

@@ -2,9 +2,9 @@
 
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights.checkpoint import Checkpoint
-from sd_tf.weights.diffusers_save import save_folder, write_folder
+from sd_tf.weights.diffusers_save import save_controlnet, save_folder, write_folder
 from sd_tf.weights.layout import layers_of
-from sd_tf.weights.open import open_checkpoint
+from sd_tf.weights.open import open_checkpoint, open_controlnet
 from sd_tf.weights.texts import t5_readers, with_texts
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "StoredTensor",
     "layers_of",
     "open_checkpoint",
+    "open_controlnet",
+    "save_controlnet",
     "save_folder",
     "t5_readers",
     "with_texts",

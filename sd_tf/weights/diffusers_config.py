@@ -272,31 +272,42 @@ def _collapsed(depths: tuple[int, ...]) -> int | list[int]:
 
 
 def write_unet(config: UNetConfig) -> dict:
+    trunk = write_trunk(config)
+    depths = trunk["transformer_layers_per_block"]
     attends = [any(depths) for depths in config.down_depths]
-    depths = [_collapsed(depths) for depths in config.down_depths]
-    if not attends[-1]:
-        depths[-1] = config.mid_depth or 1  # where diffusers looks for the middle block's depth
     up_depths = [_collapsed(depths) for depths in config.up_depths]
     mirrored = all(
         not attention or up == down
         for attention, down, up in zip(attends[::-1], depths[::-1], up_depths, strict=True)
     )
-    mid = "UNetMidBlock2DCrossAttn" if config.mid_depth else "UNetMidBlock2D"
-    added = config.added
     return {
         "_class_name": "UNet2DConditionModel",
         "sample_size": config.sample_size,
-        "in_channels": config.in_channels,
         "out_channels": config.out_channels,
-        "block_out_channels": list(config.channels),
-        "down_block_types": ["CrossAttnDownBlock2D" if a else "DownBlock2D" for a in attends],
-        "mid_block_type": None if config.mid_depth is None else mid,
         "up_block_types": [
             "CrossAttnUpBlock2D" if any(depths) else "UpBlock2D" for depths in config.up_depths
         ],
+        "reverse_transformer_layers_per_block": None if mirrored else up_depths,
+        "time_cond_proj_dim": config.guidance_embed_dim,
+        **trunk,
+    }
+
+
+def write_trunk(config: UNetConfig) -> dict:
+    """Return the fields of the way down and the middle, which a ControlNet's file has, too."""
+    attends = [any(depths) for depths in config.down_depths]
+    depths = [_collapsed(depths) for depths in config.down_depths]
+    if not attends[-1]:
+        depths[-1] = config.mid_depth or 1  # where diffusers looks for the middle block's depth
+    mid = "UNetMidBlock2DCrossAttn" if config.mid_depth else "UNetMidBlock2D"
+    added = config.added
+    return {
+        "in_channels": config.in_channels,
+        "block_out_channels": list(config.channels),
+        "down_block_types": ["CrossAttnDownBlock2D" if a else "DownBlock2D" for a in attends],
+        "mid_block_type": None if config.mid_depth is None else mid,
         "layers_per_block": [len(depths) for depths in config.down_depths],
         "transformer_layers_per_block": depths,
-        "reverse_transformer_layers_per_block": None if mirrored else up_depths,
         "attention_head_dim": list(config.num_heads),
         "cross_attention_dim": config.context_dim,
         "use_linear_projection": config.linear_projection,
@@ -306,7 +317,6 @@ def write_unet(config: UNetConfig) -> dict:
         "addition_embed_type": None if added is None else "text_time",
         "addition_time_embed_dim": None if added is None else added.time_embed_dim,
         "projection_class_embeddings_input_dim": None if added is None else added.input_dim,
-        "time_cond_proj_dim": config.guidance_embed_dim,
         "act_fn": "silu",
         "flip_sin_to_cos": True,
         "freq_shift": 0,

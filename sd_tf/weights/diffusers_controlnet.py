@@ -8,7 +8,7 @@ from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
 from sd_tf.weights.controlnet import ControlNetCheckpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import Fields, read_trunk
+from sd_tf.weights.diffusers_config import Fields, read_trunk, write_trunk
 
 CONFIG = "config.json"
 CLASS = "ControlNetModel"
@@ -48,6 +48,24 @@ def read_controlnet(raw: Mapping, where: str) -> ControlNetConfig:
         fields.rest["attention_head_dim"] = heads
     trunk, _, _ = read_trunk(fields, _pooled_dim(raw))
     return ControlNetConfig(trunk, tuple(hint), is_bgr, pools)
+
+
+def write_controlnet(config: ControlNetConfig) -> dict:
+    trunk = write_trunk(config.trunk)
+    resnets = set(trunk["layers_per_block"])
+    if len(resnets) != 1:
+        raise CheckpointError(
+            f"Diffusers' ControlNets have as many resnets at each level. Received: {resnets}"
+        )
+    return {
+        "_class_name": CLASS,
+        **trunk,
+        "layers_per_block": resnets.pop(),
+        "conditioning_channels": 3,
+        "conditioning_embedding_out_channels": list(config.hint_channels),
+        "controlnet_conditioning_channel_order": "bgr" if config.hint_is_bgr else "rgb",
+        "global_pool_conditions": config.pools,
+    }
 
 
 def _pooled_dim(raw: Mapping) -> int | None:

@@ -9,6 +9,7 @@ import keras
 
 from sd_tf.config import (
     AutoencoderConfig,
+    ControlNetConfig,
     FluxConfig,
     MMDiTConfig,
     PipelineConfig,
@@ -21,6 +22,7 @@ from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.open import Tokenizer
 from sd_tf.weights import diffusers_config, diffusers_transformers, layout
 from sd_tf.weights.diffusers import weights_stem
+from sd_tf.weights.diffusers_controlnet import CONFIG, write_controlnet
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     pipeline_class,
@@ -111,6 +113,21 @@ def write_folder(
     _write_json(folder / "scheduler" / "scheduler_config.json", schedule)
     index["scheduler"] = ["diffusers", schedule["_class_name"]]
     _write_json(folder / MODEL_INDEX, index)
+
+
+def save_controlnet(
+    folder: Path, config: ControlNetConfig, model: keras.layers.Layer, dtype: str | None = None
+) -> None:
+    """Write a ControlNet that diffusers loads, with tensors of `dtype` (None: the variables')."""
+    write_controlnet_folder(folder, config, _tensors_of(model, dtype))
+
+
+def write_controlnet_folder(
+    folder: Path, config: ControlNetConfig, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Write a ControlNet that diffusers loads, from tensors that are read when written."""
+    _write_json(folder / CONFIG, write_controlnet(config))
+    _write_weights(folder, weights_stem(config.component), tensors, SHARD_BYTES)
 
 
 def _traits(config: PipelineConfig) -> dict:

@@ -4,8 +4,8 @@
 a picture back by geometry, so that a model is judged by what it drew and not by another model.
 """
 
-from sd_tf.training.world.captions import Ask, AskedThing, describe, prompts
-from sd_tf.training.world.draw import draw
+from sd_tf.training.world.captions import Ask, AskedThing, describe, prompts, unplaced
+from sd_tf.training.world.draw import draw, outline
 from sd_tf.training.world.edits import KINDS, Edit, followed, sample_edit, untouched
 from sd_tf.training.world.oracle import Reading, judge, read
 from sd_tf.training.world.places import QUESTIONS, answers
@@ -26,9 +26,11 @@ __all__ = [
     "draw",
     "followed",
     "judge",
+    "outline",
     "prompts",
     "read",
     "sample_edit",
     "sample_scene",
+    "unplaced",
     "untouched",
 ]

@@ -88,6 +88,14 @@ def describe(scene: Scene, index: int, seed: int = 0, complete: bool = False) ->
     return phrase(ask, lambda options: options[rng.integers(len(options))]), ask
 
 
+def unplaced(scene: Scene, index: int, seed: int = 0) -> str:
+    """Return a caption that says neither where the things are nor how large: a drawing does."""
+    rng = np.random.default_rng([seed, index, CAPTION_STREAM])
+    things = tuple(AskedThing(thing.shape, thing.colour, None) for thing in scene.things)
+    ask = Ask(things, scene.background, position=None, relation=None)
+    return phrase(ask, lambda options: options[rng.integers(len(options))])
+
+
 def phrase(ask: Ask, choose: Callable[[tuple[str, ...]], str]) -> str:
     """Put what is asked into words; `choose` picks one of several phrasings."""
     subject = noun(ask.things[0])

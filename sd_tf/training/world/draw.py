@@ -47,6 +47,20 @@ def draw(scene: Scene, size: int = 64, hollow: float = 0.0) -> np.ndarray:
     return picture
 
 
+def outline(scene: Scene, size: int = 64, hollow: float = 0.8) -> np.ndarray:
+    """Draw the outlines of the scene's things, white on black: uint8 (size, size, 3).
+
+    `hollow` is the size of what is cut out of a shape's middle, as a share of the shape's.
+    """
+    lines = np.zeros((size, size), "float32")
+    for thing in scene.things:
+        place = thing.x * size, thing.y * size, thing.radius * size
+        box, alpha = coverage(thing.shape, *place, size)
+        drawn = alpha - _inner(thing.shape, *place, hollow, box, size)
+        lines[box] = np.maximum(lines[box], drawn)
+    return np.repeat(np.rint(255 * lines).astype("uint8")[..., None], 3, axis=-1)
+
+
 def _inner(shape, x, y, radius, hollow, box, size) -> np.ndarray:
     """Return the share of each pixel of the box that the scaled shape covers, of the shape itself.
 
