@@ -43,6 +43,7 @@ def manifest(**changes) -> Manifest:
         "adapters": NO_PLACES,
         "components": dict.fromkeys(names, record),
         "further_scales": (),
+        "controls": (),
         "suited": {},
     }
     others = {field.name: None for field in dataclasses.fields(Manifest)}

@@ -91,7 +91,7 @@ def test_what_was_written_is_read(written):
     assert len(pairs) == 600
     for index in (0, 1, 255, 256, 599):
         ours, expected = pairs.pair(index), truth.pair(index)
-        assert ours.instruction == expected.instruction
+        assert ours.text == expected.text
         np.testing.assert_array_equal(np.asarray(ours.before), np.asarray(expected.before))
         np.testing.assert_array_equal(np.asarray(ours.after), np.asarray(expected.after))
     (file,) = written.glob("*.parquet")
@@ -143,7 +143,7 @@ def test_the_other_published_layout(tmp_path):
     row = {"input_image": picture, "edit_prompt": "make it blue", "edited_image": picture}
     write(tmp_path / "toy.parquet", [row])
     pair = open_pairs(tmp_path / "toy.parquet").pair(0)
-    assert pair.instruction == "make it blue" and pair.before.size == (8, 8)
+    assert pair.text == "make it blue" and pair.before.size == (8, 8)
 
 
 def test_an_epoch_gives_every_pair_once(written):
@@ -161,8 +161,8 @@ def test_each_host_reads_its_own_part(written):
     parts = [open_pairs(written, host=Host(number, 3)) for number in range(3)]
     assert [len(part) for part in parts] == [256, 256, 88]
     whole = open_pairs(written)
-    assert [part.pair(0).instruction for part in parts] == [
-        whole.pair(start).instruction for start in (0, 256, 512)
+    assert [part.pair(0).text for part in parts] == [
+        whole.pair(start).text for start in (0, 256, 512)
     ]
     with pytest.raises(TrainingError, match=r"one row group for each of 4 hosts\. It has 3"):
         open_pairs(written, host=Host(3, 4))
@@ -196,8 +196,8 @@ def rows(**changed):
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"edit_prompt": " "}, "there is no instruction"),
-        ({"edit_prompt": None}, "there is no instruction"),
+        ({"edit_prompt": " "}, "there is no text"),
+        ({"edit_prompt": None}, "there is no text"),
         ({"input_image": None}, "there is no picture before"),
         ({"edited_image": b"text"}, "after: this is not a PNG, JPEG, WebP or AVIF picture"),
         ({"edited_image": rows()[0]["edited_image"][:50]}, "after: the picture is damaged ("),
@@ -210,7 +210,7 @@ def test_a_damaged_row(tmp_path, changed, problem):
         open_pairs(path).pair(2)
     said = []
     pairs = open_pairs(path, "skip", report=said.append)
-    assert [pairs.pair(2).instruction for _ in range(2)] == ["number 3"] * 2
+    assert [pairs.pair(2).text for _ in range(2)] == ["number 3"] * 2
     assert len(pairs.skipped) == 1
     (line,) = said
     assert line.startswith(f"skipped {path}, row 3: {problem}") and line.endswith("(1 so far)")
@@ -237,7 +237,7 @@ def test_a_row_group_with_damaged_pages(tmp_path):
     with pytest.raises(TrainingError, match=r"a\.parquet, row 1: its row group cannot be read"):
         open_pairs(path).pair(0)
     said = []
-    assert open_pairs(path, "skip", report=said.append).pair(0).instruction == "number 4"
+    assert open_pairs(path, "skip", report=said.append).pair(0).text == "number 4"
     assert len(said) == 4
 
 

@@ -278,7 +278,7 @@ def test_refusals(small_pipelines, tmp_path, capsys):
     assert "SD1, SD2 and SDXL. Received: sd3.5-medium" in capsys.readouterr().err
     edits = "train instruct_pix2pix --data world:4 --steps 2 --warm_up 1 --out".split()
     assert main([*edits, str(tmp_path / "edits"), *map(str, flags)]) == 1
-    assert "Training to edit needs a checkpoint with one text encoder" in capsys.readouterr().err
+    assert "Training from pairs needs a checkpoint with one text encoder" in capsys.readouterr().err
 
 
 # The tiny transformer

@@ -54,6 +54,10 @@ COMMANDS = {
                 "sd_tf.cli.train_instruct_pix2pix",
                 "teach a checkpoint to follow instructions, from pairs of pictures",
             ),
+            "controlnet": Command(
+                "sd_tf.cli.train_controlnet",
+                "train a ControlNet, from pictures to follow and pictures to draw",
+            ),
             "memory": Command(
                 "sd_tf.cli.train_memory",
                 "estimate fine-tuning's memory and time on a TPU slice, without the slice",

@@ -11,6 +11,7 @@ from sd_tf.cli.train_run import (
     add_pictures,
     add_run,
     add_settings,
+    add_train_text_encoder,
     picture_size,
     read_lora,
     read_settings,
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", required=True, help="a parquet file, a folder of them, or world:COUNT"
     )
     add_pictures(parser)
+    add_train_text_encoder(parser)
     parser.add_argument(
         "--resize", type=int, help="scale pictures to this, and cut --size out (default: --size)"
     )

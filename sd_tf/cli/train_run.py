@@ -37,6 +37,9 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what to do with a row that cannot be read",
     )
+
+
+def add_train_text_encoder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train_text_encoder", action="store_true")
 
 

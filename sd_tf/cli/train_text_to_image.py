@@ -10,6 +10,7 @@ from sd_tf.cli.train_run import (
     add_pictures,
     add_run,
     add_settings,
+    add_train_text_encoder,
     picture_size,
     read_lora,
     read_settings,
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", required=True, help="a folder, a parquet file or folder, or world:COUNT"
     )
     add_pictures(parser)
+    add_train_text_encoder(parser)
     parser.add_argument("--caption_column", help="where it is not 'text'")
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
     parser.add_argument("--caption_dropout", type=float, default=0.1)

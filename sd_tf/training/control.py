@@ -1,17 +1,68 @@
-"""ControlNets to be trained: at first a copy of the UNet's way down, which adds nothing."""
+"""Training of ControlNets: at first a copy of the UNet's way down, which adds nothing."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from sd_tf.config import ControlNetConfig, PipelineConfig
 from sd_tf.models.controlnet import ControlNet
+from sd_tf.runtime.pictures import contact_sheet
+from sd_tf.training.batches import Batch
+from sd_tf.training.edit import EditBatches, check_family, prepared
+from sd_tf.training.hosts import this_host
 from sd_tf.training.initial_weights import initialize
+from sd_tf.training.losses import Denoising, Steered, Steering, freeze, recomputed
+from sd_tf.training.origin import Record, of_checkpoint
+from sd_tf.training.pairs import Pairs
+from sd_tf.training.settings import Settings, TrainingError
+from sd_tf.training.task import TrainingTask
+from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint, layout
 
 NAME = ControlNetConfig.component
 HINT_CHANNELS = (16, 32, 96, 256)  # as many of them as the autoencoder has levels
+SAMPLES = 6
 ZEROS = ("controlnet_down_blocks.", "controlnet_mid_block.", "controlnet_cond_embedding.conv_out.")
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """The options of a ControlNet's training, beside the run's settings."""
+
+    size: int
+    resize: int | None = None  # pictures are scaled to this, then cropped to `size`; None: `size`
+    flip: float = 0.0  # share of pairs that are mirrored; 0 if captions name sides
+    dropout: float = 0.1  # share without a caption
+    first_timestep: int = 0  # train only noise levels from this one on
+    save_dtype: str | None = None
+
+    def record(self) -> Record:
+        """Return the options that a resumed run must repeat, by name."""
+        every = asdict(self)
+        del every["save_dtype"]
+        return every
+
+    def check(self) -> "ControlOptions":
+        """Raise if a value is out of range; return self."""
+        for name in ("flip", "dropout"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise TrainingError(f"`{name}` must be from 0 to 1. Received: {value}")
+        if self.resize is not None and self.resize < self.size:
+            raise TrainingError(
+                f"Pictures are scaled to `resize` and cropped to `size`: `resize` must not be "
+                f"less than `size`. Received: size={self.size}, resize={self.resize}"
+            )
+        return self
+
+
+class ControlBatches(EditBatches):
+    """Batches of pairs, of which `dropout` lose their caption, and none its picture."""
+
+    def dropped(self, r: np.ndarray) -> tuple[np.ndarray, Batch]:
+        return r < self.options.dropout, {}
 
 
 def net_config(config: PipelineConfig) -> ControlNetConfig:
@@ -44,3 +95,67 @@ def new_net(checkpoint: Checkpoint, precision: str = "float32", seed: int = 0) -
 
 def _first(kernel: np.ndarray, inputs: int | None) -> np.ndarray:
     return kernel if inputs is None else kernel[:, :inputs]
+
+
+def prepare(
+    checkpoint: Checkpoint, pairs: Pairs, settings: Settings, options: ControlOptions
+) -> TrainingTask:
+    """Build the models, loss and batches; `pairs` are, on several hosts, this host's part."""
+    options.check()
+    check_family(checkpoint.config)
+    if checkpoint.config.latent_inputs == "image":
+        raise TrainingError(
+            "A checkpoint that edits pictures takes no ControlNet. Train it on the one that it was "
+            "made from."
+        )
+    host = this_host()
+    begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
+    begun |= options.record()
+    config = checkpoint.config
+    tokenizer = checkpoint.tokenizer()
+    batches = ControlBatches(pairs, settings, options, config, tokenizer, host)
+    vae = freeze(checkpoint.build("vae"))
+    models = {
+        name: freeze(checkpoint.build(name, settings.precision))
+        for name in ("text_encoder", "unet")
+    }
+    net = new_net(checkpoint, settings.precision, settings.seed)
+    if settings.gradient_checkpointing:
+        recomputed(models["unet"])
+        recomputed(net)
+    denoiser = Steered(models["unet"], net)
+    denoising = Denoising(denoiser, [models["text_encoder"]], config, min_snr=None)
+    loss = Steering(denoising, vae, config.autoencoder.latent_scale)
+    return TrainingTask(
+        checkpoint.name,
+        replace(config, controlnets={NAME: net.control}),
+        {"text_encoder": tokenizer},
+        {**models, NAME: net, "vae": vae},
+        loss,
+        batches,
+        begun,
+        net=net,
+    )
+
+
+def train(
+    checkpoint: Checkpoint,
+    pairs: Pairs,
+    settings: Settings,
+    options: ControlOptions,
+    folder: Path,
+    report: Callable[[str], None] = print,
+) -> Path:
+    """Train a net; return its folder."""
+    with alone_in(folder):
+        task = prepare(checkpoint, pairs, settings, options)
+        shown = [pairs.pair(i) for i in range(min(SAMPLES, len(pairs)))]
+        size = options.size
+        before = np.stack([prepared(pair.before, size, size, (0, 0), False) for pair in shown])
+
+        def sample(step):
+            after = task.painter.steer([pair.text for pair in shown], before)
+            both = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
+            contact_sheet(both).save(folder / f"{step:06d}.png")
+
+        return task.run(settings, folder, options.save_dtype, report, sample)

@@ -106,15 +106,20 @@ class EditBatches(Batches):
     def __call__(self, step: int) -> Batch:
         draws, size = self.draws(step), self.batch_size
         indices = [index for index, _ in self.examples(step)]
-        without_text, without_picture = dropped(draws.random(size), self.options.dropout)
+        without_text, more = self.dropped(draws.random(size))
         shape = (size, *self.latent_shape)
         batch = {
             "noise": draws.standard_normal(shape, "float32"),
             "posterior": draws.standard_normal(shape, "float32"),
             "timesteps": spread_timesteps(draws, size, self.timesteps),
-            "has_picture": 1.0 - without_picture.astype("float32"),
+            **more,
         }
         return batch | self.inputs(indices, without_text, draws)
+
+    def dropped(self, r: np.ndarray) -> tuple[np.ndarray, Batch]:
+        """Choose by one number in [0, 1) for each example which lose their text or picture."""
+        without_text, without_picture = dropped(r, self.options.dropout)
+        return without_text, {"has_picture": 1.0 - without_picture.astype("float32")}
 
     def inputs(self, indices, without_text, draws) -> Batch:
         options = self.options
@@ -133,8 +138,7 @@ class EditBatches(Batches):
             )
 
         texts = [
-            "" if without else pair.instruction
-            for pair, without in zip(pairs, without_text, strict=True)
+            "" if without else pair.text for pair, without in zip(pairs, without_text, strict=True)
         ]
         return {
             "before": pictures("before"),
@@ -188,7 +192,7 @@ def precompute(
 
     def before(index):
         pair = pairs.pair(index)
-        places[index] = known.setdefault(pair.instruction, len(known))
+        places[index] = known.setdefault(pair.text, len(known))
         return prepared(pair.before, size, size, (0, 0), False)
 
     def after(index):
@@ -239,7 +243,7 @@ def prepare(
             "layer that takes the picture. Leave `lora_rank` out, or begin with an InstructPix2Pix "
             f"checkpoint. Received: {family_of(checkpoint.config)}"
         )
-    _check_family(checkpoint.config)
+    check_family(checkpoint.config)
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
     tokenizer = checkpoint.tokenizer()
@@ -290,17 +294,18 @@ def train(
         def sample(step):
             size = options.size
             before = np.stack([prepared(pair.before, size, size, (0, 0), False) for pair in shown])
-            after = task.painter.edit([pair.instruction for pair in shown], before)
+            after = task.painter.edit([pair.text for pair in shown], before)
             both = np.stack([before, after], axis=1).reshape(-1, *before.shape[1:])
             contact_sheet(both).save(folder / f"{step:06d}.png")
 
         return task.run(settings, folder, options.save_dtype, report, sample)
 
 
-def _check_family(config: PipelineConfig) -> None:
+def check_family(config: PipelineConfig) -> None:
+    """Refuse checkpoints that training from pairs does not know."""
     denoiser = config.denoiser
     if denoiser.conditioner != "clip" or denoiser.num_time_ids or denoiser.is_told_guidance:
         raise TrainingError(
-            f"Training to edit needs a checkpoint with one text encoder (SD1, SD2, but no LCM). "
+            f"Training from pairs needs a checkpoint with one text encoder (SD1, SD2, but no LCM). "
             f"Received: {family_of(config)}"
         )

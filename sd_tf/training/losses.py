@@ -177,6 +177,30 @@ class Editing(Block):
         return self.denoising({**batch, "latents": latents, "beside": beside})
 
 
+class Steering(Block):
+    """A ControlNet's loss: denoise the picture after, steered by the picture before.
+
+    Latents are scaled samples of the encoder's posterior.
+    """
+
+    def __init__(self, denoising: Denoising, vae, scale: LatentScale):
+        """Take the loss of a `Steered` denoiser."""
+        super().__init__()
+        self.denoising, self.vae = denoising, vae
+        self.scale = scale
+
+    def call(self, batch):
+        """Compute the loss.
+
+        batch: the batch of `Denoising` without latents and hint; before and after (B, H, W, 3) in
+        [-1, 1]; posterior (B, h, w, C), unit noise.
+        """
+        mean, log_variance = (ops.cast(x, "float32") for x in self.vae.encode(batch["after"]))
+        latents = self.scale.apply(mean + ops.exp(0.5 * log_variance) * batch["posterior"])
+        hint = 0.5 * (batch["before"] + 1.0)
+        return self.denoising({**batch, "latents": latents, HINT: hint})
+
+
 class Reading(Block):
     """The text encoder's loss: answer questions about a caption's scene by a linear layer.
 

@@ -1,14 +1,14 @@
-"""Pairs to learn edits from: a picture, an instruction and the picture after it.
+"""Pairs to learn from: a picture, a text, and the picture that is to come of both.
 
-They come from the tiny world, or from parquet in either published layout: `input_image`,
-`edit_prompt`, `edited_image`; or `original_image`, `edit_prompt`, `edited_image` beside the prompts
-of both pictures. Row groups are read when they are needed, so a dataset need not fit into memory.
+For edits the text is an instruction; for a ControlNet the first picture is what it follows, and the
+text a caption. They come from the tiny world, or from parquet in the layouts that were published.
+Row groups are read when they are needed, so a dataset need not fit into memory.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,20 +23,39 @@ from sd_tf.training.hosts import ALONE, Host
 from sd_tf.training.origin import Record, digest, of_files
 from sd_tf.training.settings import TrainingError
 
-BEFORE_COLUMNS, INSTRUCTION, AFTER = (
-    ("input_image", "original_image"),
-    "edit_prompt",
-    "edited_image",
+
+@dataclass(frozen=True)
+class Columns:
+    """The names that the columns of a table of pairs may have, the first that is there counts."""
+
+    before: tuple[str, ...]
+    text: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def of(self, names: Sequence[str]) -> list[str] | None:
+        """Return a table's own names of the three columns; None where one is missing."""
+        known = (self.before, self.text, self.after)
+        found = [next((name for name in one if name in names), None) for one in known]
+        return None if None in found else found
+
+    def __str__(self) -> str:
+        *most, last = (" or ".join(one) for one in (self.before, self.text, self.after))
+        return f"{', '.join(most)} and {last}"
+
+
+EDITS = Columns(("input_image", "original_image"), ("edit_prompt",), ("edited_image",))
+CONTROLS = Columns(
+    ("conditioning_image", "control_image", "source"), ("text", "caption"), ("image", "target")
 )
 GROUPS_AT_ONCE = 8  # row groups whose rows are mixed with one another
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A picture, an instruction, and the picture after it."""
+    """A picture, a text, and the picture that is to come of both."""
 
     before: Image.Image
-    instruction: str
+    text: str
     after: Image.Image
 
 
@@ -86,6 +105,35 @@ class WorldPairs:
 
 
 @dataclass(frozen=True)
+class WorldOutlines:
+    """Outline drawings of the tiny world's scenes, captions of what they cannot show, and scenes.
+
+    These are the first `count`; each of n hosts has every n-th of them.
+    """
+
+    count: int
+    size: int
+    seed: int = 0
+    host: Host = ALONE
+
+    def __len__(self) -> int:
+        return len(self.host.part(range(self.count)))
+
+    def pair(self, index: int) -> Pair:
+        number = self.host.part(range(self.count))[index]
+        scene = world.sample_scene(number, self.seed)
+        before, after = world.outline(scene, self.size), world.draw(scene, self.size)
+        caption = world.unplaced(scene, number, self.seed)
+        return Pair(Image.fromarray(before), caption, Image.fromarray(after))
+
+    def order(self, position: int, seed: int) -> tuple[int, int]:
+        return shuffled(position, len(self), seed)
+
+    def record(self) -> Record:
+        return without_host(self)
+
+
+@dataclass(frozen=True)
 class Group:
     """A row group, and the place of its rows among all pairs."""
 
@@ -101,6 +149,7 @@ class ParquetPairs:
     """Pairs from this host's row groups of parquet files."""
 
     groups: Sequence[Group]
+    columns: Columns
     content: Record  # of all files
     on_error: str
     report: Callable[[str], None]
@@ -108,7 +157,7 @@ class ParquetPairs:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self):
-        self._rows = lru_cache(maxsize=2 * GROUPS_AT_ONCE)(_read_group)
+        self._rows = lru_cache(maxsize=2 * GROUPS_AT_ONCE)(partial(_read_group, self.columns))
         self._starts = np.array([group.start for group in self.groups])
 
     def __len__(self) -> int:
@@ -159,6 +208,7 @@ def open_pairs(
     on_error: str = "refuse",
     host: Host = ALONE,
     report: Callable[[str], None] = print,
+    columns: Columns = EDITS,
 ) -> ParquetPairs:
     """Open a parquet file, or a folder of them; each of several hosts gets some of the row groups.
 
@@ -176,7 +226,7 @@ def open_pairs(
     sizes, skipped = [], {}
     for file in files:
         try:
-            sizes += _sizes(file)
+            sizes += _sizes(file, columns)
         except TrainingError as error:
             if on_error == "refuse":
                 raise
@@ -194,20 +244,18 @@ def open_pairs(
     rows = [rows for *_, rows in sizes]
     root = path if path.is_dir() else path.parent
     content = {"rows": sum(rows), **of_files(files, root), "groups": digest(rows)}
-    return ParquetPairs(groups, content, on_error, report, skipped)
+    return ParquetPairs(groups, columns, content, on_error, report, skipped)
 
 
-def _sizes(file: Path) -> list[tuple[Path, int, int, int]]:
+def _sizes(file: Path, columns: Columns) -> list[tuple[Path, int, int, int]]:
     """Return (file, group, its first row, rows) of each group, from the file's footer."""
     try:
         table = ParquetRows(file)
     except RowsError as error:
         raise TrainingError(str(error)) from error
-    names = set(table.columns)
-    if not names & set(BEFORE_COLUMNS) or not {INSTRUCTION, AFTER} <= names:
+    if columns.of(table.columns) is None:
         raise TrainingError(
-            f"{file}: pairs have the columns {' or '.join(BEFORE_COLUMNS)}, {INSTRUCTION} and "
-            f"{AFTER}; it has {', '.join(table.columns)}."
+            f"{file}: pairs have the columns {columns}; it has {', '.join(table.columns)}."
         )
     found, first = [], 0
     for group, rows in enumerate(table.group_sizes):
@@ -217,16 +265,16 @@ def _sizes(file: Path) -> list[tuple[Path, int, int, int]]:
     return found
 
 
-def _read_group(group: Group) -> list[dict]:
+def _read_group(columns: Columns, group: Group) -> list[dict]:
     try:
         table = ParquetRows(group.file)
-        before = next(name for name in BEFORE_COLUMNS if name in table.columns)
-        rows = table.group(group.number, [before, INSTRUCTION, AFTER])
+        names = columns.of(table.columns)
+        rows = table.group(group.number, names)
     except RowsError as error:
         problem = PictureError(f"its row group cannot be read ({error})")
         return [{"problem": problem}] * group.rows
     return [
-        {"before": row[before], "instruction": row[INSTRUCTION], "after": row[AFTER]}
+        dict(zip(("before", "text", "after"), (row[name] for name in names), strict=True))
         for row in rows
     ]
 
@@ -234,9 +282,9 @@ def _read_group(group: Group) -> list[dict]:
 def _pair_of(row: dict) -> Pair:
     if "problem" in row:
         raise row["problem"]
-    instruction = row["instruction"]
-    if not isinstance(instruction, str) or not instruction.strip():
-        raise PictureError("there is no instruction")
+    text = row["text"]
+    if not isinstance(text, str) or not text.strip():
+        raise PictureError("there is no text")
     pictures = []
     for name in ("before", "after"):
         content = embedded(row[name])
@@ -246,7 +294,7 @@ def _pair_of(row: dict) -> Pair:
             pictures.append(open_picture(content))
         except PictureError as error:
             raise PictureError(f"{name}: {error}") from error
-    return Pair(pictures[0], instruction, pictures[1])
+    return Pair(pictures[0], text, pictures[1])
 
 
 @lru_cache(maxsize=4)

@@ -7,6 +7,7 @@ from pathlib import Path
 import keras
 
 from sd_tf.config import PipelineConfig
+from sd_tf.models.controlnet import ControlNet
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training import inversion, lora
 from sd_tf.training.batches import Batch
@@ -18,14 +19,14 @@ from sd_tf.training.origin import Record
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Settings
 from sd_tf.training.trainer import Run
-from sd_tf.weights import save_folder
+from sd_tf.weights import save_controlnet, save_folder
 
 
 @dataclass(frozen=True)
 class TrainingTask:
     """Everything that a run trains. `loss` reads the models; `batches` maps a step to its batch.
 
-    With `lora` or `inversion`, these alone are trained and saved.
+    With `lora`, `inversion` or `net`, these alone are trained and saved.
     """
 
     base: str  # the name of the checkpoint that is trained
@@ -37,6 +38,7 @@ class TrainingTask:
     depends_on: Record  # what the run depends on, beside the settings
     lora: Lora | None = None
     inversion: Inversion | None = None
+    net: ControlNet | None = None
 
     @property
     def painter(self) -> Painter:
@@ -64,6 +66,8 @@ class TrainingTask:
     def _name(self) -> str:
         if self.lora is not None:
             return lora.FILE
+        if self.net is not None:
+            return self.net.control.component
         return "checkpoint" if self.inversion is None else inversion.FILE
 
     def _save(self, target: Path, dtype: str | None) -> None:
@@ -71,5 +75,7 @@ class TrainingTask:
             self.lora.save(target, dtype, self.base, self.depends_on["checkpoint"]["weights"])
         elif self.inversion is not None:
             self.inversion.save(target)
+        elif self.net is not None:
+            save_controlnet(target, self.net.control, self.net, dtype)
         else:
             save_folder(target, self.config, self.models, self.tokenizers, dtype)

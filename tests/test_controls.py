@@ -1,0 +1,334 @@
+"""ControlNets: their files, the checkpoints that they fit, and the calls that use them."""
+
+import json
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from sd_tf.cli.main import main
+from sd_tf.config.original_names import original_names
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.controls import FIRST, GUESS, SCALES, STOP, ControlRecord, calls_of
+from sd_tf.runtime.parameter import CallError, Each
+from sd_tf.runtime.preprocess import KINDS
+from sd_tf.runtime.request import read_request
+from sd_tf.weights import CheckpointError, open_checkpoint, open_controlnet
+from tests import peers
+from tests.exports import micro_folder, micro_xl_folder
+from tests.test_call import manifest
+
+# Shares of the steps
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_calls_of_a_share(first):
+    """Diffusers' own formula, for many numbers of calls and shares."""
+    shares = [(0.0, 1.0), (0.1, 0.9), (0.3, 0.7), (1 / 3, 2 / 3), (0.0, 0.01), (0.99, 1.0)]
+    for count in (*range(1, 60), 999, 1000):
+        for start, end in shares:
+            kept = [not (i / count < start or (i + 1) / count > end) for i in range(count)]
+            low, high = calls_of(start, end, first, first + count)
+            assert [low <= first + i < high for i in range(count)] == kept
+
+
+# Calls
+
+TWO = manifest(controls=(ControlRecord("canny", False), ControlRecord("depth", False)))
+ONE = manifest(controls=(ControlRecord("canny", False),))
+LINES, HILLS = (np.full((64, 64, 3), level, "uint8") for level in (10, 200))
+
+
+def read(by, *prompts, **parameters):
+    return read_request(by, Call(list(prompts) or "a", num_steps=8, **parameters))
+
+
+def test_one_value_is_for_all_nets():
+    request = read(TWO, control_image=LINES, control_scale=0.5)
+    assert request.shared.control_scale == (0.5, 0.5)
+    assert request.shared.control_start == (0.0, 0.0)
+    np.testing.assert_array_equal(request.controls[SCALES], np.float32([0.5, 0.5]))
+    np.testing.assert_array_equal(request.controls[STOP], [8, 8])
+    assert all(picture is LINES for picture in request.shared.control_image)
+
+
+def test_a_list_has_one_for_each_net():
+    request = read(
+        TWO, control_image=[LINES, None], control_scale=[0.7, 3], control_end=[0.5, None]
+    )
+    np.testing.assert_array_equal(request.controls[SCALES], np.float32([0.7, 0]))
+    np.testing.assert_array_equal(request.controls[FIRST], [0, 0])
+    np.testing.assert_array_equal(request.controls[STOP], [4, 8])
+    assert not request.controls[GUESS]
+
+
+def test_pictures_for_each_prompt():
+    given = Each([[LINES, HILLS], [HILLS, LINES]])
+    request = read(TWO, "a", "b", control_image=given)
+    assert request.each[1].control_image[0][0, 0, 0] == 200
+    both = read(ONE, "a", "b", control_image=np.stack([LINES, HILLS]))
+    assert [call.control_image[0][0, 0, 0] for call in both.each] == [10, 200]
+    again = read_request(ONE, Call.joined(both.each))
+    assert [call.control_image[0][0, 0, 0] for call in again.each] == [10, 200]
+
+
+def test_no_picture_is_no_control():
+    request = read(TWO)
+    np.testing.assert_array_equal(request.controls[SCALES], [0, 0])
+    assert read(manifest()).controls == {}
+
+
+def test_a_net_that_pools_guesses():
+    pooling = manifest(controls=(ControlRecord("shuffle", True),))
+    assert read(pooling, control_image=LINES).controls[GUESS]
+    assert read(ONE, control_image=LINES, control_guess=True).controls[GUESS]
+
+
+def test_pictures_share_a_batch_if_they_use_the_same_nets():
+    first, other, both = (
+        read(TWO, control_image=pictures).shared.alike()
+        for pictures in ([LINES, None], [None, LINES], [HILLS, None])
+    )
+    assert first == both != other
+
+
+@pytest.mark.parametrize(
+    ("by", "given", "message"),
+    [
+        (ONE, {"control_scale": 1}, "control_scale goes with control_image: give both"),
+        (manifest(), {"control_image": LINES}, "only for exports with ControlNets"),
+        (TWO, {"control_image": [LINES]}, r"ControlNets, canny, depth\. Received: 1"),
+        (TWO, {"control_image": LINES, "control_scale": [1, 2, 3]}, r"Received: 3"),
+        (ONE, {"control_image": LINES, "control_scale": "x"}, "control_scale is a number"),
+        (ONE, {"control_image": LINES, "control_start": 1.5}, "control_start is a number from 0"),
+        (
+            ONE,
+            {"control_image": LINES, "control_start": 0.5, "control_end": 0.5},
+            r"control_end is above control_start, 0\.5\. Received: 0\.5",
+        ),
+        (ONE, {"control_image": LINES[:5]}, r"control_image: A picture is .*\(5, 64, 3\)"),
+        (ONE, {"control_image": LINES, "control_guess": 1}, "control_guess is yes or no"),
+    ],
+)
+def test_calls_that_are_refused(by, given, message):
+    with pytest.raises(CallError, match=message):
+        read(by, **given)
+
+
+def test_one_call_uses_the_same_nets():
+    with pytest.raises(CallError, match="the same ControlNets in all pictures"):
+        read(TWO, "a", "b", control_image=Each([[LINES, None], [None, LINES]]))
+
+
+# Files
+
+NET = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": (1, 2),
+    "cross_attention_dim": 16,
+    "norm_num_groups": 4,
+    "conditioning_embedding_out_channels": (4, 8),
+}
+XL = {
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 8 + 6 * 256,
+    "cross_attention_dim": 32,
+    "block_out_channels": (64, 64),
+    "attention_head_dim": (1, 1),
+    "norm_num_groups": 32,
+}
+# What a file does not tell: eight heads, 32 groups and four widths of the hint's layers.
+RELEASED = {
+    "block_out_channels": (32, 64),
+    "conditioning_embedding_out_channels": (4, 8, 8, 8),
+    "attention_head_dim": 8,
+    "norm_num_groups": 32,
+}
+ORIGINAL = {"conv_in": "input_hint_block.0", "conv_out": "input_hint_block.14"}
+
+
+def net(**changes):
+    return peers.randomized(diffusers.ControlNetModel(**{**NET, **changes}), 5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("nets") / "lines"
+    net().save_pretrained(path)
+    return path
+
+
+def original_file(model, path, prefix="control_model."):
+    """Write the layout of the original release, which diffusers reads."""
+    state = model.state_dict()
+    names = original_names({name.rpartition(".")[0] for name in state})
+
+    def renamed(name):
+        module, _, leaf = name.rpartition(".")
+        hint = module.removeprefix("controlnet_cond_embedding.")
+        if hint in ORIGINAL and hint != module:
+            return f"{ORIGINAL[hint]}.{leaf}"
+        if hint != module:
+            return f"input_hint_block.{2 * (int(hint.removeprefix('blocks.')) + 1)}.{leaf}"
+        if module.startswith("controlnet_down_blocks."):
+            return f"zero_convs.{module.rpartition('.')[2]}.0.{leaf}"
+        return f"{names.get(module, 'middle_block_out.0')}.{leaf}"
+
+    tensors = {prefix + renamed(name): tensor.contiguous() for name, tensor in state.items()}
+    assert len(tensors) == len(state)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("prefix", ["control_model.", ""])
+def test_original_file(tmp_path, prefix):
+    model = net(**RELEASED)
+    model.save_pretrained(tmp_path / "folder")
+    original_file(model, tmp_path / "lines.safetensors", prefix)
+    ours, theirs = (open_controlnet(tmp_path / name) for name in ("lines.safetensors", "folder"))
+    assert (ours.name, ours.format) == ("lines", "single file")
+    assert ours.config.hint_channels == theirs.config.hint_channels
+    assert ours.config.trunk.down_depths == theirs.config.trunk.down_depths
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in theirs.tensors.items():
+        np.testing.assert_array_equal(
+            ours.tensors[name].read().reshape(tensor.shape), tensor.read()
+        )
+    ours.build()
+
+
+def test_original_file_is_what_diffusers_reads(tmp_path):
+    model = net(**RELEASED)
+    model.save_pretrained(tmp_path / "folder")
+    original_file(model, tmp_path / "lines.safetensors", "")
+    theirs = diffusers.ControlNetModel.from_single_file(
+        str(tmp_path / "lines.safetensors"), config=str(tmp_path / "folder")
+    )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor)
+
+
+def test_a_file_of_sdxl_has_diffusers_names(tmp_path):
+    model = net(**XL)
+    model.save_pretrained(tmp_path / "folder")
+    saved = tmp_path / "folder" / "diffusion_pytorch_model.safetensors"
+    ours = open_controlnet(saved.rename(tmp_path / "xl.safetensors"))
+    assert ours.config.trunk.kind == "SDXL" and ours.config.trunk.added.pooled_dim == 8
+    assert ours.config.trunk.num_heads == (1, 1) and ours.config.hint_channels == (4, 8)
+    ours.build()
+
+
+def test_the_checkpoint_has_it(folder):
+    checkpoint = open_checkpoint(micro_folder(), controlnet=[folder, folder])
+    assert checkpoint.controlnets == ("lines", "lines")
+    assert list(checkpoint.config.controlnets) == ["controlnet", "controlnet_2"]
+    assert [file.parent.name for file in checkpoint.files("controlnet_2")] == ["lines"]
+    checkpoint.build("controlnet")
+
+
+def test_nets_that_do_not_fit(folder, tmp_path):
+    with pytest.raises(CheckpointError, match="A ControlNet for SD1 does not fit an SDXL UNet"):
+        open_checkpoint(micro_xl_folder(), controlnet=[folder])
+    net(cross_attention_dim=24).save_pretrained(tmp_path / "wide")
+    with pytest.raises(CheckpointError, match=r"has a context of width 16\. Received: 24"):
+        open_checkpoint(micro_folder(), controlnet=[tmp_path / "wide"])
+    net(conditioning_embedding_out_channels=(4, 8, 8)).save_pretrained(tmp_path / "deep")
+    with pytest.raises(CheckpointError, match=r"has downscale 2\. Received: 4"):
+        open_checkpoint(micro_folder(), controlnet=[tmp_path / "deep"])
+
+
+def test_what_is_no_net(folder, tmp_path):
+    with pytest.raises(CheckpointError, match="is not a ControlNet: give a folder whose config"):
+        open_controlnet(micro_folder())
+    with pytest.raises(CheckpointError, match="No such file or folder"):
+        open_controlnet(tmp_path / "nothing")
+    (tmp_path / "old.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="safetensors"):
+        open_controlnet(tmp_path / "old.bin")
+
+
+def test_weights_describes_it(folder, tmp_path, capsys):
+    assert main(["weights", str(folder)]) == 0
+    assert "for         SD1, a context of 16 channels" in capsys.readouterr().out
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "class_embed_type": "timestep"}))
+    assert main(["weights", str(tmp_path)]) == 1
+    assert "class_embed_type" in capsys.readouterr().err
+
+
+def test_transformers_take_none(folder, capsys, tmp_path):
+    command = ["export", "--checkpoint", "tiny-edit", "--controlnet", str(folder)]
+    assert main([*command, "--out", str(tmp_path / "export")]) == 1
+    assert "takes no ControlNet: leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "export").exists()
+
+
+# Control pictures
+
+
+@pytest.fixture
+def photo(tmp_path):
+    y, x = np.mgrid[:48, :64]
+    disc = np.hypot(y - 24, x - 24) < 12
+    levels = np.stack([200 - 150 * disc, 200 - 150 * disc + x // 2, 200 - 150 * disc], -1).astype(
+        "uint8"
+    )
+    Image.fromarray(levels).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def made(photo, *arguments):
+    assert main(["control", *arguments, str(photo)]) == 0
+    return np.asarray(Image.open(photo.with_name(f"photo-{arguments[0]}.png")))
+
+
+def test_canny_is_opencvs(photo):
+    import cv2
+
+    found = made(photo, "canny", "--low", "50", "--high", "120")
+    expected = cv2.Canny(cv2.imread(str(photo))[..., ::-1].copy(), 50, 120)
+    np.testing.assert_array_equal(found[..., 0], expected)
+    assert found.shape == (48, 64, 3) and set(np.unique(found)) == {0, 255}
+
+
+def test_scribbles_lie_where_it_is_darker_than_around(photo):
+    lines = made(photo, "scribble")[..., 0] > 0
+    distance = np.hypot(*(np.mgrid[:48, :64] - np.array([24, 24])[:, None, None])) - 12
+    assert lines.any() and np.abs(distance[lines]).mean() < 4
+
+
+def test_gray_and_tile(photo):
+    picture = Image.open(photo)
+    np.testing.assert_array_equal(made(photo, "gray")[..., 1], np.asarray(picture.convert("L")))
+    tile = made(photo, "tile", "--factor", "8").astype("float32")
+    original = np.asarray(picture).astype("float32")
+    blocks = [x.reshape(6, 8, 8, 8, 3).mean((1, 3)) for x in (tile, original)]
+    assert np.abs(blocks[0] - blocks[1]).mean() < 5 < np.abs(tile - original).mean()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gray", "--low", "3"], "--low is for canny. Received: gray"),
+        (["canny", "--low", "300"], "--low is a whole number from 0 to 255. Received: 300"),
+        (["tile", "--factor", "0"], "--factor is a whole number from 1. Received: 0"),
+    ],
+)
+def test_control_refuses(photo, capsys, arguments, message):
+    assert main(["control", *arguments, str(photo)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_control_keeps_files(photo, capsys):
+    made(photo, "gray")
+    assert main(["control", "gray", str(photo)]) == 1
+    assert "exists. Choose another --out" in capsys.readouterr().err
+    assert main(["control", "gray", str(photo), "--overwrite"]) == 0
+    assert list(KINDS) == ["canny", "scribble", "gray", "tile"]
+    assert main(["control", "gray", str(photo.with_name("none.png"))]) == 1
