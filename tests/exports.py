@@ -14,9 +14,10 @@ import numpy as np
 from PIL import Image
 
 from sd_tf.checkpoints import make_random
-from sd_tf.config import FAMILIES, PipelineConfig
+from sd_tf.config import FAMILIES, ControlNetConfig, PipelineConfig
 from sd_tf.export import ExportOptions, export
-from sd_tf.weights import open_checkpoint
+from sd_tf.models.controlnet import ControlNet
+from sd_tf.weights import layout, open_checkpoint, save_controlnet
 from tests import micro
 
 SMALL = {"height": 64, "width": 64, "max_steps": 8, "verify": "off"}
@@ -141,6 +142,27 @@ def adapted_export(folder):
         verify="off",
     )
     export(open_checkpoint(micro_folder()), folder, options)
+
+
+@once
+def micro_net(folder):
+    """A ControlNet for the smallest checkpoint, all of its layers random."""
+    trunk = replace(micro.CONFIG.denoiser, up_depths=())
+    config = ControlNetConfig(trunk, hint_channels=(4, 8))
+    net, random = ControlNet(config), np.random.default_rng(0)
+    for slot in layout.slots(net).values():
+        scale = 0.5 if len(slot.shape) == 1 else 2 * np.prod(slot.shape[1:]) ** -0.5
+        value = random.standard_normal(slot.shape).astype("float32") * np.float32(scale)
+        slot.fill(lambda value=value: value)
+    save_controlnet(folder, config, net)
+
+
+@once
+def steered_export(folder):
+    """Like `micro_export`, with two ControlNets, and verified."""
+    options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="fast")
+    nets = [micro_net(), micro_net()]
+    export(open_checkpoint(micro_folder(), controlnet=nets), folder, options)
 
 
 @once

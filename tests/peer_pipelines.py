@@ -7,11 +7,19 @@ import diffusers
 import keras
 import numpy as np
 import torch
+from keras import ops
 from PIL import Image
 
+from sd_tf.components import COMPONENTS
+from sd_tf.components.build import component, empty_tokens_of
+from sd_tf.components.describe import manifest_of
+from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.export.modules import Traces
 from sd_tf.runtime.chain import Chain
-from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.manifest import ComponentRecord, Manifest
 from sd_tf.runtime.psnr import psnr as psnr_of
+from sd_tf.runtime.runner import Runner
+from sd_tf.weights import open_checkpoint
 from tests import peers
 
 FLOOR = 50.0  # dB
@@ -45,12 +53,53 @@ def drawer(folder, opening=None, **options):
         )
     from sd_tf.export import ExportOptions, export
     from sd_tf.runtime.pipeline import Pipeline
-    from sd_tf.weights import open_checkpoint
 
     options = ExportOptions(max_steps=12, verify="off", **options)
     export(open_checkpoint(folder / "checkpoint", **opening), folder / "export", options)
     # Not compiled, which these sizes hardly repay; `test_saved_models` compares the two.
     return Pipeline.load(folder / "export", jit_compile=False)
+
+
+class TracingRunner(Runner):
+    """Runs a checkpoint's components as traced when they are called, which saves an export."""
+
+    def __init__(self, checkpoint, fixed):
+        geometry = geometry_of(checkpoint.config, fixed)
+        empty = empty_tokens_of(checkpoint)
+        parts = {
+            name: component(name, checkpoint.config, geometry, "float32", empty, checkpoint.build)
+            for name in COMPONENTS
+        }
+        traces = Traces()
+        self.endpoints = {
+            name: part.endpoints(geometry.shapes.first, shared=traces.shared)
+            for name, part in parts.items()
+        }
+        records = {
+            name: ComponentRecord(tuple(endpoints), "cpu", (), {}, {})
+            for name, endpoints in self.endpoints.items()
+        }
+        manifest = manifest_of(
+            checkpoint,
+            geometry,
+            fixed,
+            records,
+            compiler="tensorflow",
+            jit_compiled_text_encoder=False,
+        )
+        super().__init__(manifest, jit_compile=False)
+
+    def call(self, component, endpoint, shape, **inputs):
+        function = self.endpoints[component][endpoint].function
+        return function(**{name: ops.convert_to_tensor(x) for name, x in inputs.items()})
+
+
+def tracing_drawer(folder, opening, **options):
+    """What draws the checkpoint in `folder` on TensorFlow, in one size, without an export."""
+    checkpoint = open_checkpoint(folder / "checkpoint", **opening)
+    runner = TracingRunner(checkpoint, Fixed(max_steps=12, **options))
+    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
+    return Chain(runner.manifest, [runner], tokenizers, 0.0)
 
 
 def psnr(one, other):

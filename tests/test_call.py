@@ -337,6 +337,7 @@ def test_a_field_more_arrives_everywhere(tmp_path):
             "default": 0.5,
             "required": False,
             "goes_with": None,
+            "per_net": False,
         },
         "columns": True,
         "rows": [1.5, 0.5],

@@ -3,6 +3,7 @@
 from sd_tf.checkpoints.embedded import (
     ADAPTERS,
     CONFIG,
+    CONTROLNETS,
     DIT_CONFIG,
     EDITOR,
     EDITOR_FOLDER,
@@ -10,12 +11,14 @@ from sd_tf.checkpoints.embedded import (
     TINY,
     TINY_FOLDER,
     embedded_adapter,
+    embedded_controlnet,
 )
 from sd_tf.checkpoints.random import make_random
 
 __all__ = [
     "ADAPTERS",
     "CONFIG",
+    "CONTROLNETS",
     "DIT_CONFIG",
     "EDITOR",
     "EDITOR_FOLDER",
@@ -23,5 +26,6 @@ __all__ = [
     "TINY",
     "TINY_FOLDER",
     "embedded_adapter",
+    "embedded_controlnet",
     "make_random",
 ]

@@ -7,21 +7,32 @@ from sd_tf.config import FAMILIES, MMDiTConfig, PipelineConfig
 from sd_tf.files.tensors import CheckpointError
 
 TINY, EDITOR = "tiny", "tiny-edit"
-EMBEDDED = {name: Path(__file__).parent / name for name in (TINY, EDITOR)}
+FOLDER = Path(__file__).parent
+EMBEDDED = {name: FOLDER / name for name in (TINY, EDITOR)}
 TINY_FOLDER = EMBEDDED[TINY]  # trained by `sd-tf train tiny`
 EDITOR_FOLDER = EMBEDDED[EDITOR]  # trained further, to follow instructions
 ADAPTERS = ("outline", "moon")  # of `tiny`, trained by `sd-tf train tiny_adapter`
+CONTROLNETS = ("drawing",)  # for `tiny`, trained by `sd-tf train tiny_control`
 
 
 def embedded_adapter(name: str) -> Path:
     """Return the file of an adapter of `tiny`, which may be named with a prefix: `tiny:outline`."""
+    return FOLDER / "adapters" / f"{_known(name, ADAPTERS, 'adapters')}.safetensors"
+
+
+def embedded_controlnet(name: str) -> Path:
+    """Return the folder of a ControlNet for `tiny`, with or without the prefix: `tiny:drawing`."""
+    return FOLDER / "controlnets" / _known(name, CONTROLNETS, "ControlNets")
+
+
+def _known(name: str, names: tuple[str, ...], what: str) -> str:
     known = name.removeprefix(f"{TINY}:")
-    if known not in ADAPTERS:
+    if known not in names:
         raise CheckpointError(
-            f"The embedded adapters are {', '.join(f'{TINY}:{one}' for one in ADAPTERS)}. "
+            f"The embedded {what} are {', '.join(f'{TINY}:{one}' for one in names)}. "
             f"Received: {name!r}"
         )
-    return Path(__file__).parent / "adapters" / f"{known}.safetensors"
+    return known
 
 
 _SD1 = FAMILIES["sd1"]

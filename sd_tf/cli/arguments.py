@@ -13,7 +13,7 @@ from sd_tf.runtime.shapes import Shape, Size, parse_shapes, parse_sizes
 TOKEN_VARIABLE = "SD_TF_TOKEN"  # noqa: S105, its name alone
 TOKEN_EPILOG = f"A server's key or token is read from the environment variable {TOKEN_VARIABLE}."
 
-EMBEDDED_ADAPTER = "tiny:"  # how the names of the adapters begin that come with the code
+EMBEDDED_PREFIX = "tiny:"  # how the names of adapters and ControlNets begin that come with the code
 SHAPES = "BxHxW,BxHxW"
 
 
@@ -118,11 +118,29 @@ def scaled_path(text: str) -> tuple[str | Path, float]:
 
 def place_of_adapter(path: str) -> str | Path:
     """Return the file of an embedded adapter, `tiny:NAME`; any other path stays as it is."""
-    if not path.startswith(EMBEDDED_ADAPTER):
+    if not path.startswith(EMBEDDED_PREFIX):
         return path
     from sd_tf.checkpoints import embedded_adapter
 
     return embedded_adapter(path)
+
+
+def controlnet(text: str) -> str:
+    """Parse a ControlNet's source: `tiny:NAME` is an embedded one's folder."""
+    if not text.startswith(EMBEDDED_PREFIX):
+        return text
+    from sd_tf.checkpoints import embedded_controlnet
+
+    return str(_parsed(embedded_controlnet, text))
+
+
+def place_of_addition(source: str) -> str | Path:
+    """Return the place of an embedded adapter or ControlNet; any other source stays as it is."""
+    from sd_tf.checkpoints import CONTROLNETS, embedded_controlnet
+
+    if source in [f"{EMBEDDED_PREFIX}{name}" for name in CONTROLNETS]:
+        return embedded_controlnet(source)
+    return place_of_adapter(source)
 
 
 def token() -> str | None:

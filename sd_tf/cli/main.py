@@ -71,6 +71,10 @@ COMMANDS = {
                 "sd_tf.cli.train_eval_edits",
                 "measure how often an export edits as instructed, and changes no more",
             ),
+            "eval_control": Command(
+                "sd_tf.cli.train_eval_control",
+                "measure how often an export follows an outline drawing",
+            ),
             "tiny_dit": Command("sd_tf.cli.train_tiny_dit", "train the embedded transformer anew"),
             "tiny_adapter": Command(
                 "sd_tf.cli.train_tiny_adapter", "train an adapter of the embedded checkpoint anew"

@@ -12,7 +12,14 @@ from typing import Any
 from absl import flags
 
 from sd_tf.bench.plan import DEFAULT_PROMPT
-from sd_tf.cli.arguments import Switch, names, scaled_path, sizes, whole_numbers
+from sd_tf.cli.arguments import (
+    Switch,
+    controlnet,
+    names,
+    scaled_path,
+    sizes,
+    whole_numbers,
+)
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS, STORAGES
 from sd_tf.config import FAMILIES, SAMPLERS
@@ -91,7 +98,8 @@ CONTROLNET = Option(
     "controlnet",
     (),
     "A ControlNet that steers the pictures: a diffusers folder, a .safetensors file or a Hub id; "
-    "again for each further one. See docs/control.md.",
+    "again for each further one. tiny:drawing is embedded. See docs/control.md.",
+    controlnet,
     repeated="PATH_OR_ID",
 )
 

@@ -2,11 +2,12 @@
 
 import argparse
 
-from sd_tf.cli.train_measuring import add_measuring, measure
+from sd_tf.cli.train_measuring import add_measuring, add_more_guidance, measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measuring(parser)
+    add_more_guidance(parser)
     parser.add_argument("--prompts", type=int, default=250, help="in each of the four groups")
     parser.add_argument("--negative_prompts", action="store_true")
 

@@ -2,11 +2,12 @@
 
 import argparse
 
-from sd_tf.cli.train_measuring import add_measuring, measure
+from sd_tf.cli.train_measuring import add_measuring, add_more_guidance, measure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measuring(parser)
+    add_more_guidance(parser)
     parser.add_argument("--pairs", type=int, default=500, help="of each split")
     parser.add_argument("--image_guidance_scale", type=float, default=1.5)
     parser.add_argument("--more_image_guidance", type=float, nargs="*", default=[], metavar="SCALE")

@@ -12,9 +12,12 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", dest="folder", type=Path, default=Path("out/evaluation"))
     parser.add_argument("--num_steps", type=int, default=20)
     parser.add_argument("--guidance_scale", type=float, default=4.0)
-    parser.add_argument("--more_guidance", type=float, nargs="*", default=[], metavar="SCALE")
     parser.add_argument("--scheduler")
     add_compile_cache(parser)
+
+
+def add_more_guidance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--more_guidance", type=float, nargs="*", default=[], metavar="SCALE")
 
 
 def measure(evaluate, kind: type, options: argparse.Namespace) -> int:

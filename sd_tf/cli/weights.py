@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sd_tf.adapters import recognize
 from sd_tf.cli.adapter_description import describe_adapter
-from sd_tf.cli.arguments import place_of_adapter
+from sd_tf.cli.arguments import place_of_addition
 from sd_tf.cli.human_size import human_size
 from sd_tf.cli.options import OPENING, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
@@ -35,13 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Describe what the source is; return exit status 1 if it would not load."""
     try:
-        file = recognize(place_of_adapter(options.source))
+        source = place_of_addition(options.source)
+        file = recognize(source)
         if file is not None:
             _check_no_options(options, "an adapter")
             return describe_adapter(file)
-        if is_controlnet(options.source):
+        if is_controlnet(source):
             _check_no_options(options, "a ControlNet")
-            return describe_controlnet(open_controlnet(options.source))
+            return describe_controlnet(open_controlnet(source))
         checkpoint = opened(options, options.source, incomplete=True)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)

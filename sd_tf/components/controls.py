@@ -7,7 +7,6 @@ from functools import partial
 from keras import ops
 
 from sd_tf.components.spec import Spec
-from sd_tf.models.controlnet import ControlNet
 from sd_tf.runtime.controls import FIRST, GUESS, PER_NET, SCALES, STOP, image_input
 from sd_tf.runtime.shapes import Shape
 
@@ -18,7 +17,7 @@ CONTROL = "control"  # the denoiser's argument
 class Controls:
     """The nets of a loop, in the order of their inputs."""
 
-    nets: Sequence[ControlNet] = ()
+    nets: Sequence = ()  # of `models.controlnet.ControlNet`
 
     def inputs(self, shape: Shape) -> dict[str, Spec]:
         """The loop's further inputs for pictures of a shape; none without nets."""
@@ -96,7 +95,7 @@ class RunningControls:
             sum_ = ops.cond(runs, more, partial(list, sum_))
         return sum_
 
-    def _scaled(self, maps: Sequence, net: ControlNet, scale, guesses) -> list:
+    def _scaled(self, maps: Sequence, net, scale, guesses) -> list:
         """Scale a net's maps: when it guesses, the deeper the more, and for the prompt alone."""
         last = len(maps) - 1
         batch = maps[0].shape[0] // len(self.parts)

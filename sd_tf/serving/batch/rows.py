@@ -92,7 +92,10 @@ def _check_columns(path: Path, names: list[str]) -> None:
 
 
 def check_rows(
-    entries: Iterable[Entry], settings: Mapping[str, Any], manifest: Manifest, folder: Path
+    entries: Iterable[Entry],
+    settings: Mapping[str, Any],
+    manifest: Manifest,
+    folder: Path = Path(),
 ) -> tuple[list[Row], list[Failure]]:
     """Check each row against the export; return the rows to draw, and the failures.
 

@@ -1,0 +1,281 @@
+"""Control pictures through every door: Python, HTTP, batches, TensorFlow Serving's API."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from sd_tf.cli.main import main
+from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.parameter import Each
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.png import read_parameters
+from sd_tf.runtime.psnr import psnr
+from sd_tf.serving.batch.rows import check_rows, check_settings, opened
+from sd_tf.serving.client import Client
+from sd_tf.weights import CheckpointError, open_checkpoint
+from tests.exports import micro_export, micro_folder, micro_net, steered_export
+from tests.fronts import WITH_ENCODER, running_front
+
+PROMPT, STEPS = "a red bicycle", 2
+CALL = {"num_steps": STEPS, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.load(steered_export(), jit_compile=False)
+
+
+@pytest.fixture(scope="module")
+def front():
+    with running_front(steered_export(), WITH_ENCODER, num_steps=STEPS) as front:
+        yield front
+
+
+def picture(seed, size=(16, 16)):
+    levels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3)).astype("uint8")
+    return Image.fromarray(levels)
+
+
+LINES, HILLS = picture(1), picture(2)
+
+
+def file_of(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def coded(image):
+    return base64.b64encode(file_of(image)).decode()
+
+
+# The loop
+
+
+def test_the_manifest_names_the_nets():
+    manifest = Manifest.read(steered_export())
+    assert [net.name for net in manifest.controls] == ["micro_net", "micro_net"]
+    sha256 = manifest.components["diffusion_model"].checkpoint["sha256"]
+    assert list(sha256) == ["unet", "controlnet", "controlnet_2"]
+    assert manifest.verification["diffusion_model"]["saved_model"]["psnr_db"] >= 60
+
+
+def test_a_net_that_is_off_changes_nothing(pipe):
+    """The plain picture is that of an export without nets."""
+    plain = Pipeline.load(micro_export(), jit_compile=False)(PROMPT, **CALL).images
+    for off in (
+        {},
+        {"control_image": LINES, "control_scale": 0},
+        {"control_image": [None, None]},
+        {"control_image": LINES, "control_end": 0.4},  # no whole step
+    ):
+        assert psnr(pipe(PROMPT, **CALL, **off).images, plain, peak=255) >= 100
+    assert psnr(pipe(PROMPT, control_image=LINES, **CALL).images, plain, peak=255) < 40
+
+
+def test_compiled_by_xla(pipe):
+    """The condition in the compiled loop takes the same branches."""
+    compiled = Pipeline.load(steered_export())
+    for more in (
+        {},
+        {"control_image": LINES},
+        {"control_image": [LINES, HILLS], "control_scale": [0.5, 1], "control_start": [0, 0.5]},
+        {"control_image": [None, HILLS], "control_guess": True},
+    ):
+        ours, theirs = (one(PROMPT, **CALL, **more).images for one in (compiled, pipe))
+        assert psnr(ours, theirs, peak=255) >= 50
+
+
+def test_pictures_of_their_own(pipe):
+    """Each prompt follows its own pictures, in any batch."""
+    given = Each([[LINES, None], [HILLS, None], [LINES, None]])
+    many = pipe([PROMPT] * 3, num_steps=STEPS, seed=[3, 3, 3], control_image=given).images
+    np.testing.assert_array_equal(many[0], many[2])
+    one = pipe(PROMPT, control_image=[HILLS, None], **CALL).images[0]
+    assert psnr(many[1], one, peak=255) >= 50 > psnr(many[0], one, peak=255)
+
+
+def test_from_a_picture(pipe):
+    arguments = {**CALL, "image": picture(5), "strength": 0.5}
+    plain, steered = (
+        pipe(PROMPT, **arguments, **more).images for more in ({}, {"control_image": LINES})
+    )
+    assert psnr(plain, steered, peak=255) < 50
+
+
+def test_no_text_to_image(tmp_path):
+    options = ExportOptions(height=16, width=16, max_steps=2, text_to_image=True)
+    with pytest.raises(Exception, match=r"draw from a prompt alone.*Received: a ControlNet"):
+        export(open_checkpoint(micro_folder(), controlnet=[micro_net()]), tmp_path / "x", options)
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_checkpoint(micro_folder(), controlnet=[tmp_path / "none"])
+
+
+# Commands
+
+
+def test_generate(pipe, tmp_path, capsys):
+    LINES.save(tmp_path / "lines.png")
+    command = ["generate", PROMPT, "--export_dir", str(steered_export()), "--num_steps", "2"]
+    command += ["--seed", "3", "--nojit_compile", "--out", str(tmp_path)]
+    flags = ["--control_image", str(tmp_path / "lines.png"), "--control_image="]
+    assert main([*command, *flags, "--control_scale", "0.7,1"]) == 0
+    made = np.asarray(Image.open(tmp_path / "3.png"))
+    expected = pipe(PROMPT, control_image=[LINES, None], control_scale=0.7, **CALL).images[0]
+    assert psnr(made, expected, peak=255) >= 50
+    parameters, pictures = read_parameters(tmp_path / "3.png")
+    assert parameters["control_scale"] == [0.7, 1.0] and pictures == ["control_image"]
+    capsys.readouterr()
+    assert main([*command, "--from_png", str(tmp_path / "3.png")]) == 1
+    assert "give --control_image again" in capsys.readouterr().err
+    assert main([*command, "--control_scale", "1"]) == 1
+    assert "--control_scale goes with --control_image" in capsys.readouterr().err
+
+
+# HTTP
+
+
+def generated(front, **body):
+    import urllib.request
+
+    request = urllib.request.Request(
+        f"http://{front.http}/generate",
+        json.dumps({"prompt": PROMPT, **CALL, **body}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        [image] = json.load(answer)["images"]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(image["png"])))), image
+
+
+def test_http(front, pipe):
+    more = {"control_scale": [0.7, None], "control_guess": True}
+    picture, image = generated(front, control_image=[coded(LINES), None], **more)
+    expected = pipe(PROMPT, control_image=[LINES, None], **more, **CALL).images[0]
+    assert psnr(picture, expected, peak=255) >= 50
+    assert image["parameters"]["control_scale"] == [0.7, 1.0]
+
+
+HUGE = Image.new("L", (10_000, 10_000))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"control_image": [coded(LINES)] * 3}, "ControlNets, micro_net, micro_net. Received: 3"),
+        ({"control_image": coded(HUGE)}, "the picture has more than 16777216 pixels"),
+        ({"control_image": "AAAA"}, "this is not a PNG, JPEG, WebP or AVIF picture"),
+        ({"control_image": "?"}, "this is not base64"),
+        ({"control_image": {"a": 1}}, "control_image"),
+        ({"control_image": coded(LINES), "control_scale": [1, "x"]}, "control_scale"),
+        ({"control_image": coded(LINES), "control_start": 1}, "control_end is above"),
+        ({"control_scale": 1}, "control_scale goes with control_image"),
+    ],
+)
+def test_http_refuses(front, body, message):
+    import urllib.error
+
+    with pytest.raises(urllib.error.HTTPError) as error:
+        generated(front, **body)
+    assert error.value.code == 422 and message in error.value.read().decode()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "I;16", "CMYK"])
+def test_pictures_of_every_mode(front, mode):
+    image = LINES.convert("L").convert(mode) if mode in ("I;16", "LA") else LINES.convert(mode)
+    file = io.BytesIO()
+    image.save(file, "JPEG" if mode == "CMYK" else "PNG")
+    body = base64.b64encode(file.getvalue()).decode()
+    picture, _ = generated(front, control_image=body)
+    assert picture.shape == (16, 16, 3)
+
+
+def test_the_images_api(front):
+    client = openai.OpenAI(base_url=f"http://{front.http}/v1", api_key="none", max_retries=0)
+
+    def made(response):
+        return base64.b64decode(response.data[0].b64_json)
+
+    more = {**CALL, "control_image": [coded(LINES), coded(HILLS)], "control_scale": [1, 0.5]}
+    steered = made(client.images.generate(prompt=PROMPT, extra_body=more))
+    _, image = generated(front, **more)
+    assert base64.b64decode(image["png"]) == steered
+    start = {"prompt": PROMPT, "image": ("a.png", file_of(HILLS))}
+    body = {**CALL, "strength": 1, "control_image": coded(LINES), "control_scale": 0.5}
+    edited = made(client.images.edit(**start, extra_body=body))
+    _, image = generated(front, image=coded(HILLS), **body)
+    assert base64.b64decode(image["png"]) == edited
+
+
+def test_the_forms_fields(front):
+    import urllib.request
+
+    with urllib.request.urlopen(f"http://{front.http}/about") as answer:
+        fields = {field["name"]: field for field in json.load(answer)["fields"]}
+    assert fields["control_image-2"]["label"] == "Control picture: micro_net"
+    assert fields["control_scale-1"]["goes_with"] == "control_image-1"
+    assert fields["control_guess"]["kind"] == "switch"
+
+
+# Batches
+
+
+def test_rows(tmp_path):
+    manifest = Manifest.read(steered_export())
+    LINES.save(tmp_path / "lines.png")
+    (tmp_path / "text.png").write_text("no picture")
+    settings = check_settings({"seed": 0, "num_steps": 2}, manifest)
+    entries = [
+        {"prompt": "a", "control_image": "lines.png,", "control_scale": "0.5,1"},
+        {"prompt": "b", "control_image": ["lines.png", "lines.png"]},
+        {"prompt": "c", "image": "lines.png", "strength": 0.5},
+        {"prompt": "d", "control_image": "none.png"},
+        {"prompt": "e", "image": "text.png"},
+        {"prompt": "f", "control_image": 5},
+    ]
+    rows, failures = check_rows(entries, settings, manifest, tmp_path)
+    path = str(tmp_path / "lines.png")
+    assert [row.call.control_image for row in rows] == [[path, None], [path, path], None]
+    assert rows[0].call.control_scale == (0.5, 1.0) and rows[2].call.image == path
+    assert opened({"prompt": "c", "image": path})["image"].size == (16, 16)
+    assert [failure.row for failure in failures] == [3, 4, 5]
+    for failure, message in zip(
+        failures,
+        ["none.png cannot be read (No such file", "text.png: this is not a PNG", "is a path"],
+        strict=True,
+    ):
+        assert message in failure.reason
+
+
+def test_a_batch(pipe, tmp_path):
+    LINES.save(tmp_path / "lines.png")
+    rows = [
+        {"prompt": PROMPT, "seed": 3, "control_image": ["lines.png", None], "control_scale": 0.7},
+        {"prompt": PROMPT, "seed": 3},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    command = ["serve", "batch", "--export_dir", str(steered_export()), "--num_steps", "2"]
+    command += ["--prompts", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--nojit_compile", "--workers", "1"]) == 0
+    files = sorted((tmp_path / "out").glob("**/*.png"))
+    steered, plain = (np.asarray(Image.open(file)) for file in files)
+    expected = pipe(PROMPT, control_image=[LINES, None], control_scale=0.7, **CALL).images[0]
+    assert psnr(steered, expected, peak=255) >= 50 > psnr(steered, plain, peak=255)
+    assert read_parameters(files[0])[0]["control_scale"] == [0.7, 0.7]
+
+
+# TensorFlow Serving's API
+
+
+def test_the_client(front, pipe):
+    client = Client(front.grpc, steered_export(), jit_compile=False)
+    arguments = {**CALL, "control_image": [LINES, HILLS], "control_end": [0.5, 1]}
+    ours, theirs = (one(PROMPT, **arguments).images for one in (client, pipe))
+    np.testing.assert_array_equal(ours, theirs)
