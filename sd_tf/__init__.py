@@ -5,6 +5,7 @@ import importlib
 # Public name → its module; imported on first use, so that `import sd_tf` costs nothing.
 _HOMES = {
     "ClipTokenizer": "sd_tf.tokenizer.clip",
+    "Each": "sd_tf.runtime.parameter",
     "Pipeline": "sd_tf.runtime.pipeline",
     "PipelineConfig": "sd_tf.config",
     "SdTfError": "sd_tf.errors",
@@ -14,6 +15,7 @@ _HOMES = {
 
 __all__ = [
     "ClipTokenizer",
+    "Each",
     "Pipeline",
     "PipelineConfig",
     "SdTfError",

@@ -94,9 +94,9 @@ class TracingRunner(Runner):
         return function(**{name: ops.convert_to_tensor(x) for name, x in inputs.items()})
 
 
-def tracing_drawer(folder, opening, **options):
+def tracing_drawer(folder, opening=None, **options):
     """What draws the checkpoint in `folder` on TensorFlow, in one size, without an export."""
-    checkpoint = open_checkpoint(folder / "checkpoint", **opening)
+    checkpoint = open_checkpoint(folder / "checkpoint", **(opening or {}))
     runner = TracingRunner(checkpoint, Fixed(max_steps=12, **options))
     tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
     return Chain(runner.manifest, [runner], tokenizers, 0.0)

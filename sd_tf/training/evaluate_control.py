@@ -47,7 +47,7 @@ def evaluate(
     for key, scale in (("groups", options.control_scale), ("without", 0.0)):
         content[key] = {}
         for number, name in enumerate(GROUPS):
-            scenes = _scenes(name, options.drawings)
+            scenes = scenes_of(name, options.drawings)
             drawings = np.stack([world.outline(scene, side_of(pipe)) for scene in scenes])
             pictures = pipe(
                 [world.unplaced(scene, i, EVALUATION_SEED) for i, scene in enumerate(scenes)],
@@ -74,7 +74,7 @@ def evaluate(
     return content
 
 
-def _scenes(group: str, count: int) -> list[world.Scene]:
+def scenes_of(group: str, count: int) -> list[world.Scene]:
     split, things = GROUPS[group]
     return [world.sample_scene(i, EVALUATION_SEED, split, things) for i in range(count)]
 

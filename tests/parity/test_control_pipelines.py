@@ -25,8 +25,6 @@ from tests.peer_pipelines import (
     tracing_drawer,
 )
 
-pytestmark = pytest.mark.backend
-
 HINT = (4, 8, 8, 8)  # channels of the layers that the pictures pass through
 SIZES = {
     "sd1": {"height": 72, "width": 88},
@@ -94,8 +92,9 @@ def pair(request, tmp_path_factory):
 
 
 def of(*families):
+    """On JAX SDXL alone, whose nets have all that the others have."""
     if keras.backend.backend() == "jax":
-        families = families[-1:]
+        families = [name for name in families if name == "sdxl-base"]
     return pytest.mark.parametrize("pair", families, indirect=True)
 
 
@@ -134,6 +133,7 @@ def plain(pair, **arguments):
     return pair.ours(PROMPTS, noise=noise, num_steps=STEPS, scheduler="euler", **arguments).images
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 1]], ids=["first", "second", "both"])
 @of("sd1", "sd2-v", "sdxl-base")
 def test_text_to_image(pair, numbers):
@@ -144,7 +144,8 @@ def test_text_to_image(pair, numbers):
     assert psnr(pictures, plain(pair)) < 35, "the nets hardly matter"
 
 
-@pytest.mark.parametrize("share", [(0.0, 0.5), (0.3, 1.0), (0.34, 0.66)], ids=str)
+@pytest.mark.backend
+@pytest.mark.parametrize("share", [(0.0, 0.5), (0.34, 0.66)], ids=str)
 @of("sd1", "sdxl-base")
 def test_share_of_the_steps(pair, share):
     start, end = share
@@ -156,11 +157,11 @@ def test_share_of_the_steps(pair, share):
     assert psnr(reference, whole) < 45, "the share hardly matters"
 
 
+@pytest.mark.backend
 @pytest.mark.parametrize("negative", [None, [NEGATIVE, "green"]], ids=["absent", "negative"])
-@pytest.mark.parametrize("guidance", [7.5, 3.0])
 @of("sd1", "sdxl-base")
-def test_guess_mode(pair, guidance, negative):
-    more = {"guidance_scale": guidance, "negative_prompt": negative}
+def test_guess_mode(pair, negative):
+    more = {"guidance_scale": 3.0, "negative_prompt": negative}
     theirs, ours = {"guess_mode": True}, {"control_guess": True}
     reference, pictures = text_to_image(pair, pair.family, [0, 1], ours, theirs, **more)
     check_pictures(pictures, reference)
@@ -207,6 +208,7 @@ def test_image_to_image(pair, monkeypatch, strength):
     check_pictures(pictures, reference)
 
 
+@pytest.mark.backend
 @of("sdxl-base")
 def test_image_to_image_of_sdxl(pair, monkeypatch):
     kind = diffusers.StableDiffusionXLControlNetImg2ImgPipeline

@@ -1,0 +1,244 @@
+"""Training a ControlNet: where it begins, the loss against PyTorch's, runs, and measuring."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import diffusers
+import keras
+import numpy as np
+import pytest
+import torch
+
+from sd_tf.cli.main import main
+from sd_tf.runtime.shapes import Shapes
+from sd_tf.training import world
+from sd_tf.training.control import ControlBatches, ControlOptions, new_net, prepare
+from sd_tf.training.evaluate import GROUPS
+from sd_tf.training.evaluate_control import (
+    ControlEvaluationOptions,
+    evaluate,
+    judged,
+    scenes_of,
+)
+from sd_tf.training.losses import Denoising, Steered, Steering, freeze
+from sd_tf.training.pairs import WorldOutlines
+from sd_tf.training.settings import TrainingError
+from sd_tf.weights import layout, open_checkpoint, open_controlnet
+from tests import micro, peers
+from tests.exports import micro_folder
+
+PAIRS = WorldOutlines(8, 16)
+
+
+def silent(text):
+    pass
+
+
+# Where it begins
+
+
+def test_it_begins_as_the_unet_and_adds_nothing():
+    checkpoint = open_checkpoint(micro_folder())
+    net, unet = new_net(checkpoint), checkpoint.tensors("unet")
+    found = layout.slots(net)
+    np.testing.assert_array_equal(
+        found["down_blocks.1.resnets.0.conv1.weight"].stored(),
+        unet["down_blocks.1.resnets.0.conv1.weight"].read(),
+    )
+    first = found["controlnet_cond_embedding.conv_in.weight"].stored()
+    assert first.std() > 0.01 and net.control.hint_channels == (16, 32)
+    draws = np.random.default_rng(0)
+    x, context = draws.standard_normal((1, 8, 8, 4)), draws.standard_normal((1, 77, 16))
+    given = x.astype("float32"), np.array([7], "int32"), context.astype("float32")
+    maps = net(*given, hint=net.hint(np.ones((1, 16, 16, 3), "float32")))
+    assert not any(np.asarray(one).any() for one in maps)
+    plain = checkpoint.build("unet")
+    steered = Steered(plain, net)(*given, hint=np.ones((1, 16, 16, 3), "float32"))
+    np.testing.assert_array_equal(steered, plain(*given))
+
+
+def test_the_net_of_an_inpainting_unet_takes_the_latents_alone(small_pipelines):
+    _, folder = small_pipelines("inpaint")
+    checkpoint = open_checkpoint(folder)
+    kernel = layout.slots(new_net(checkpoint))["conv_in.weight"].stored()
+    expected = checkpoint.tensors("unet")["conv_in.weight"].read()[:, :4]
+    np.testing.assert_array_equal(kernel, expected)
+
+
+# The loss
+
+
+@pytest.mark.backend
+def test_loss_and_gradients_equal_pytorchs(small_pipelines, tmp_path):
+    """Diffusers' models and scheduler, put together in PyTorch, with the same draws."""
+    pipeline, folder = small_pipelines("sd1")
+    theirs = diffusers.ControlNetModel.from_unet(
+        pipeline.unet, conditioning_embedding_out_channels=(4, 8, 8, 8)
+    )
+    theirs = peers.randomized(theirs, 3)
+    theirs.save_pretrained(tmp_path / "net")
+    checkpoint = open_checkpoint(folder)
+    net, unet = open_controlnet(tmp_path / "net").build(), freeze(checkpoint.build("unet"))
+    encoder, vae = (freeze(checkpoint.build(name)) for name in ("text_encoder", "vae"))
+    denoising = Denoising(Steered(unet, net), [encoder], checkpoint.config, min_snr=None)
+    loss = Steering(denoising, vae, checkpoint.config.autoencoder.latent_scale)
+    settings, options = replace(micro.SETTINGS, batch_size=2), ControlOptions(64, dropout=0.5)
+    batches = ControlBatches(
+        WorldOutlines(9, 64), settings, options, checkpoint.config, checkpoint.tokenizer()
+    )
+    batch = batches(0)
+    gradients, value = micro.gradients_of(loss, batch)
+
+    def tensor(name):
+        x = torch.from_numpy(batch[name])
+        return x.permute(0, 3, 1, 2) if x.ndim == 4 else x.long()
+
+    with torch.no_grad():
+        posterior = pipeline.vae.encode(tensor("after")).latent_dist
+        latents = posterior.mean + posterior.std * tensor("posterior")
+        latents = latents * pipeline.vae.config.scaling_factor
+        context = pipeline.text_encoder(tensor("tokens"))[0]
+    noise, timesteps = tensor("noise"), tensor("timesteps")
+    noisy = pipeline.scheduler.add_noise(latents, noise, timesteps)
+    down, middle = theirs(noisy, timesteps, context, (tensor("before") + 1) / 2, return_dict=False)
+    output = pipeline.unet(
+        noisy,
+        timesteps,
+        context,
+        down_block_additional_residuals=down,
+        mid_block_additional_residual=middle,
+    ).sample
+    expected = torch.mean((output - noise) ** 2)
+    expected.backward()
+    assert value == pytest.approx(expected.item(), rel=1e-4)
+    parameters = dict(theirs.named_parameters())
+    scale = max(p.grad.abs().max().item() for p in parameters.values())
+    assert len(gradients) == len(parameters)
+    by_variable = dict(zip((id(v) for v in loss.trainable_variables), gradients, strict=True))
+    for path, slot in layout.slots(net).items():
+        with keras.StatelessScope([(slot.variable, by_variable[id(slot.variable)])]):
+            ours = slot.stored().reshape(parameters[path].shape)
+        assert np.abs(ours - parameters[path].grad.numpy()).max() <= 1e-3 * scale, path
+
+
+# Batches
+
+
+def test_dropout_takes_captions_alone():
+    batches = ControlBatches(
+        PAIRS, micro.SETTINGS, ControlOptions(16, dropout=0.5), micro.CONFIG, len
+    )
+    without, more = batches.dropped(np.array([0.0, 0.49, 0.5, 0.9]))
+    assert without.tolist() == [True, True, False, False] and more == {}
+
+
+def test_outlines_are_of_the_scenes():
+    pair = WorldOutlines(4, 64).pair(2)
+    lines, picture = (np.asarray(one).astype(int) for one in (pair.before, pair.after))
+    scene = world.sample_scene(2)
+    plain = world.draw(replace(scene, things=()), 64).astype(int)
+    inside = np.abs(picture - plain).max(-1) > 0
+    assert 0 < (lines[..., 0] > 128).sum() < inside.sum()
+    assert inside[lines[..., 0] > 0].all(), "lines lie on the things"
+    assert (
+        "left" not in pair.text and "large" not in pair.text and scene.things[0].shape in pair.text
+    )
+
+
+# The command
+
+
+def control(out, *flags, data="world:8"):
+    return main(
+        [
+            *("train", "controlnet", "--checkpoint", str(micro_folder()), "--data", data),
+            *("--out", str(out), "--size", "16", "--steps", "4", "--warm_up", "1"),
+            *("--batch_size", "4", "--log_every", "2", "--nojit_compile", *flags),
+        ]
+    )
+
+
+def test_a_run_that_diffusers_loads_and_that_goes_on(tmp_path, capsys):
+    """Stopped and resumed, it ends with the same bits."""
+    flags = ["--save_every", "2", "--learning_rate", "1e-2"]
+    assert control(tmp_path / "run", *flags, "--sample_every", "4") == 0
+    assert "8 pairs" in capsys.readouterr().out
+    assert (tmp_path / "run" / "000004.png").is_file()
+    net = diffusers.ControlNetModel.from_pretrained(tmp_path / "run" / "controlnet")
+    ours = open_controlnet(tmp_path / "run" / "controlnet")
+    middle = net.controlnet_mid_block.weight.detach().numpy()
+    np.testing.assert_array_equal(ours.tensors["controlnet_mid_block.weight"].read(), middle)
+    assert np.abs(middle).max() > 0, "it has learnt"
+    for state in (tmp_path / "run").glob("state-*4.safetensors"):
+        state.unlink()
+    (tmp_path / "run" / "controlnet" / "config.json").unlink()
+    assert control(tmp_path / "run", *flags, "--sample_every", "4") == 0
+    again = open_controlnet(tmp_path / "run" / "controlnet")
+    for name, tensor in ours.tensors.items():
+        np.testing.assert_array_equal(again.tensors[name].read(), tensor.read())
+    assert control(tmp_path / "run", *flags, "--dropout", "0.2", "--sample_every", "4") == 1
+    assert "--dropout was 0.1, is 0.2" in capsys.readouterr().err
+
+
+def test_refusals(tmp_path, capsys, small_pipelines):
+    assert control(tmp_path / "a", "--dropout", "1.5") == 1
+    assert "--dropout must be from 0 to 1. Received: 1.5" in capsys.readouterr().err
+    assert control(tmp_path / "b", "--resize", "8") == 1
+    assert "must not be less than --size" in capsys.readouterr().err
+    _, folder = small_pipelines("instruct-pix2pix")
+    with pytest.raises(TrainingError, match="edits pictures takes no ControlNet"):
+        prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
+    _, folder = small_pipelines("sdxl-base")
+    with pytest.raises(TrainingError, match="with one text encoder"):
+        prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
+
+
+# Measuring
+
+
+class Artist:
+    """An export's stand-in: it draws the scene whose outline it is given, or else another one."""
+
+    def __init__(self, drawings):
+        self.manifest = SimpleNamespace(
+            shapes=Shapes(((64, 64),), (4,), 8, 4), controls=("drawing",), checkpoint={}
+        )
+        self.scenes = {
+            world.outline(scene, 64).tobytes(): scene
+            for group in GROUPS
+            for scene in scenes_of(group, drawings)
+        }
+
+    def __call__(self, prompts, control_image, control_scale, **_):
+        found = [self.scenes[drawing.tobytes()] for drawing in control_image]
+        scenes = found if control_scale else found[1:] + found[:1]
+        return SimpleNamespace(images=np.stack([world.draw(scene, 64) for scene in scenes]))
+
+
+def test_evaluation(tmp_path):
+    artist, options = Artist(drawings=4), ControlEvaluationOptions(drawings=4)
+    content = evaluate(artist, options, tmp_path, silent)
+    for name, record in content["groups"].items():
+        assert record["all_right"] == 1.0, name
+        assert content["without"][name]["all_right"] < 0.5
+    assert (tmp_path / "two-things-held-out.png").is_file()
+    artist.manifest.controls = ()
+    with pytest.raises(TrainingError, match="measured with one ControlNet"):
+        evaluate(artist, options, tmp_path)
+    with pytest.raises(TrainingError, match=r"`drawings` must be at least 1\. Received: 0"):
+        evaluate(artist, ControlEvaluationOptions(drawings=0), tmp_path)
+
+
+def test_what_is_judged():
+    scene = world.sample_scene(5, things=1)
+    (thing,) = scene.things
+
+    def of(**changes):
+        found = replace(scene, things=(replace(thing, **changes),))
+        return judged(scene, world.Reading(scene.background, found.things))
+
+    assert all(of().values())
+    assert not of(x=thing.x + 0.1)["place"] and of(x=thing.x + 0.03)["place"]
+    assert not of(shape="moon")["shape"] and not of(colour="black")["colour"]
+    nothing = judged(scene, world.Reading(scene.background, ()))
+    assert not any(nothing.values())
