@@ -1,5 +1,6 @@
 """Training a ControlNet: where it begins, the loss against PyTorch's, runs, and measuring."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd_tf.checkpoints import TINY_FOLDER
 from sd_tf.cli.main import main
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.training import world
@@ -22,7 +24,8 @@ from sd_tf.training.evaluate_control import (
 )
 from sd_tf.training.losses import Denoising, Steered, Steering, freeze
 from sd_tf.training.pairs import WorldOutlines
-from sd_tf.training.settings import TrainingError
+from sd_tf.training.settings import Settings, TrainingError
+from sd_tf.training.tiny_control import TINY_CONTROL, Unplaced, train
 from sd_tf.weights import layout, open_checkpoint, open_controlnet
 from tests import micro, peers
 from tests.exports import micro_folder
@@ -191,6 +194,21 @@ def test_refusals(tmp_path, capsys, small_pipelines):
     _, folder = small_pipelines("sdxl-base")
     with pytest.raises(TrainingError, match="with one text encoder"):
         prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
+
+
+def test_the_embedded_nets_recipe(tmp_path):
+    """All of it, in small: two stages, whose captions differ, and a net that fits `tiny`."""
+    settings = Settings(2, batch_size=4, warm_up=1, jit_compile=False, sample_every=0)
+    stages = tuple(replace(stage, settings=settings) for stage in TINY_CONTROL.stages)
+    folder = train(tmp_path, silent, replace(TINY_CONTROL, scenes=8, stages=stages))
+    net = open_controlnet(folder)
+    assert {str(tensor.dtype) for tensor in net.tensors.values()} == {"float16"}
+    assert open_checkpoint(TINY_FOLDER, controlnet=[net.source]).controlnets == ("controlnet",)
+    log = (tmp_path / "net-2" / "log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["step"] == 2
+    plain, related = (Unplaced(8, 64, relations=related) for related in (False, True))
+    texts = [(plain.caption(i, 0), related.caption(i, 0)) for i in range(8)]
+    assert any(one != other and " and " in one for one, other in texts)
 
 
 # Measuring

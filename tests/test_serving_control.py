@@ -3,11 +3,13 @@
 import base64
 import io
 import json
+import subprocess
 
 import numpy as np
 import openai
 import pytest
 from PIL import Image
+from playwright.sync_api import expect
 
 from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, export
@@ -21,6 +23,8 @@ from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
 from tests.exports import micro_export, micro_folder, micro_net, steered_export
 from tests.fronts import WITH_ENCODER, running_front
+from tests.page_browser import artifacts, chromium
+from tests.page_browser import opened as opened_page
 
 PROMPT, STEPS = "a red bicycle", 2
 CALL = {"num_steps": STEPS, "seed": 3}
@@ -279,3 +283,52 @@ def test_the_client(front, pipe):
     arguments = {**CALL, "control_image": [LINES, HILLS], "control_end": [0.5, 1]}
     ours, theirs = (one(PROMPT, **arguments).images for one in (client, pipe))
     np.testing.assert_array_equal(ours, theirs)
+
+
+# The page
+
+
+def test_the_page(front, tmp_path):
+    """A field, a preview and sliders for each net; what is sent, told, used again, and copied."""
+    files = [tmp_path / "lines.png", tmp_path / "hills.png"]
+    LINES.save(files[0])
+    HILLS.save(files[1])
+    with chromium() as browser, opened_page(browser, f"http://{front.http}/") as (page, seen):
+        expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+        page.fill("#prompt", PROMPT)
+        page.uncheck("#random")
+        page.fill("#seed", "3")
+        page.set_input_files("#control_image-2", files[1])
+        expect(page.locator("#control_image-2-seen")).to_be_visible()
+        expect(page.locator("#control_image-1-seen")).to_be_hidden()
+        page.fill("#control_scale-2", "0.7")
+        page.fill("#control_scale-1", "0.3")  # of a net without a picture: not sent
+        page.check("#control_guess")
+        with page.expect_request("**/generate") as request:
+            page.click("#generate")
+        body = request.value.post_data_json
+        assert body["control_image"][0] is None
+        assert base64.b64decode(body["control_image"][1]) == files[1].read_bytes()
+        assert body["control_scale"] == [None, 0.7] and body["control_guess"] is True
+        assert not [name for name in body if "-" in name]
+        expect(page.locator("#state")).to_contain_text("Done in")
+        page.screenshot(path=artifacts(tmp_path) / "control.png", full_page=True)
+        page.fill("#control_scale-2", "1")
+        page.uncheck("#control_guess")
+        page.locator("#cards > li").first.get_by_text("Use again").click()
+        expect(page.locator("#control_scale-2")).to_have_value("0.7")
+        expect(page.locator("#control_guess")).to_be_checked()
+        page.evaluate("navigator.clipboard.writeText = (text) => (window.copied = text)")
+        page.locator("#cards > li").first.get_by_text("curl").click()
+        command = page.evaluate("window.copied")
+        with page.expect_download() as download:
+            page.locator("#cards > li").first.get_by_text("Download").click()
+        first = np.asarray(Image.open(download.value.path()).convert("RGB"))
+        page.fill("#control_end-2", "2")
+        page.click("#generate")
+        expect(page.locator("#control_end-2-error")).to_contain_text("A number from 0 to 1")
+        assert not seen.errors
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    again = np.asarray(Image.open(tmp_path / "sd_tf-3.png").convert("RGB"))
+    assert psnr(first, again, peak=255) >= 40

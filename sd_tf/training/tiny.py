@@ -97,8 +97,8 @@ class Recipe:
         }
 
 
-def record_of(stages: Sequence[Draws | Reads]) -> Record:
-    """Record what stages of the denoiser depend on."""
+def record_of(stages: Sequence) -> Record:
+    """Record what stages depend on: dataclasses with `settings`."""
     records = [{**asdict(stage), "settings": stage.settings.record()} for stage in stages]
     return {str(number): record for number, record in enumerate(records, start=1)}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from sd_tf.training.losses import HINT, Denoising, Steered, freeze
 from sd_tf.training.origin import of_checkpoint
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, Settings
+from sd_tf.training.tiny import record_of
 from sd_tf.training.trainer import Run, alone_in
 from sd_tf.weights import open_checkpoint, save_controlnet
 
@@ -27,24 +29,38 @@ SHOWN = 12  # pictures of a sample sheet, each beside its drawing
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of the training."""
+
+    settings: Settings
+    relations: bool  # captions say how two things lie to one another
+    caption_dropout: float = 0.1
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that the net's weights depend on, beside the checkpoint that it steers."""
 
     scenes: int
-    settings: Settings
-    caption_dropout: float = 0.1
+    stages: tuple[Stage, ...]
 
 
+SETTINGS = Settings(
+    steps=2000,
+    batch_size=32,
+    learning_rate=1e-3,
+    warm_up=50,
+    averaging=Averaging(half_life=100),
+    sample_every=500,
+    save_every=250,
+)
 TINY_CONTROL = Recipe(
     scenes=12_000,
-    settings=Settings(
-        steps=2000,
-        batch_size=32,
-        learning_rate=1e-3,
-        warm_up=50,
-        averaging=Averaging(half_life=100),
-        sample_every=500,
-        save_every=250,
+    stages=(
+        # Where things are, which only the drawing tells.
+        Stage(SETTINGS, relations=False),
+        # Which of two things is which: a relation tells whose the colours are.
+        Stage(replace(SETTINGS, steps=1500, learning_rate=7e-4, sample_every=1500), relations=True),
     ),
 )
 
@@ -65,8 +81,11 @@ class OutlineBatches(LatentBatches):
 class Unplaced(World):
     """The world's scenes, whose captions say neither where things are nor how large."""
 
+    relations: bool = True  # they say how two things lie to one another
+
     def caption(self, index: int, epoch: int) -> str:
-        return world.unplaced(self.scene(index), self._number(index), self.seed + epoch)
+        number = self._number(index)
+        return world.unplaced(self.scene(index), number, self.seed + epoch, self.relations)
 
 
 def train(
@@ -81,26 +100,40 @@ def train(
         models = {name: freeze(checkpoint.build(name)) for name in config.components}
         latents = cached_latents(models["vae"], source, folder / CACHE, begun, report)
         net = new_net(checkpoint)
-        tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
-        tokenize = tokenize_for(tokenizers)
+        tokenize = tokenize_for({name: checkpoint.tokenizer(name) for name in config.text_encoders})
         encoders = [models[name] for name in config.text_encoders]
         loss = Denoising(Steered(models["unet"], net), encoders, config, min_snr=None)
-        batches = OutlineBatches(
-            source, recipe.settings, latents, config, tokenize, recipe.caption_dropout
-        )
         steered = replace(config, controlnets={NAME: net.control})
         painter = Painter(steered, {**models, NAME: net}, tokenize)
-        drawings = [world.outline(source.scene(i), source.size) for i in range(SHOWN)]
+        drawings = np.stack([world.outline(source.scene(i), source.size) for i in range(SHOWN)])
         captions = [source.caption(i, 0) for i in range(SHOWN)]
 
-        def sample(step):
-            pictures = painter.steer(captions, np.stack(drawings))
-            both = np.stack([np.stack(drawings), pictures], axis=1)
+        def sample(step, stage):
+            pictures = painter.steer(captions, drawings)
+            both = np.stack([drawings, pictures], axis=1)
             sheet = contact_sheet(both.reshape(-1, *pictures.shape[1:]))
-            sheet.save(folder / f"{step:06d}.png")
+            sheet.save(folder / stage / f"{step:06d}.png")
 
-        begun |= {"dropout": recipe.caption_dropout}
-        Run(loss, batches, recipe.settings, folder, report, sample, depends_on=begun).train()
+        for number, stage in enumerate(recipe.stages, start=1):
+            name = f"net-{number}"
+            of_stage = replace(source, relations=stage.relations)
+            batches = OutlineBatches(
+                of_stage, stage.settings, latents, config, tokenize, stage.caption_dropout
+            )
+            record = {
+                "stages": record_of(recipe.stages[:number]),
+                "scenes": recipe.scenes,
+                "checkpoint": begun["checkpoint"],
+            }
+            Run(
+                loss,
+                batches,
+                stage.settings,
+                folder / name,
+                report,
+                partial(sample, stage=name),
+                depends_on=record,
+            ).train()
         target = folder / NAME
         save_controlnet(target, net.control, net, dtype="float16")
         report(f"saved {target}")

@@ -3,7 +3,7 @@
 
 import { byId, element } from "./dom.js";
 import { build, isFile, isNumber, isTick, sentence } from "./fields.js";
-import { gathered, spread } from "./lists.js";
+import { gathered, has, spread } from "./lists.js";
 import * as files from "./files.js";
 import * as mixture from "./mixture.js";
 
@@ -129,7 +129,7 @@ export async function read() {
     ...(await files.contents()),
   };
   for (const { name, goes_with: other } of fields) {
-    if (other !== null && !(other in request)) delete request[name];
+    if (other !== null && !has(request, other)) delete request[name];
   }
   if ("size" in request) {
     [request.height, request.width] = request.size.split("x").map(Number);

@@ -2,6 +2,10 @@
 
 const MANY = /^(.+)-(\d+)$/; // the name of such a field: the list's, and the place in it
 
+// Whether a request gives a value, or one of a list's.
+export const has = (request, name) =>
+  Object.keys(request).some((given) => given === name || MANY.exec(given)?.[1] === name);
+
 // Returns a request with the values of each list put together; null where a net has none.
 export function gathered(request, fields) {
   const found = { ...request };

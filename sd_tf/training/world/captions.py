@@ -88,11 +88,14 @@ def describe(scene: Scene, index: int, seed: int = 0, complete: bool = False) ->
     return phrase(ask, lambda options: options[rng.integers(len(options))]), ask
 
 
-def unplaced(scene: Scene, index: int, seed: int = 0) -> str:
-    """Return a caption that says neither where the things are nor how large: a drawing does."""
+def unplaced(scene: Scene, index: int, seed: int = 0, relations: bool = True) -> str:
+    """Return a caption that says neither where the things are nor how large: a drawing does.
+
+    With `relations` it says how two things lie to one another, and so which of them is which.
+    """
     rng = np.random.default_rng([seed, index, CAPTION_STREAM])
     things = tuple(AskedThing(thing.shape, thing.colour, None) for thing in scene.things)
-    ask = Ask(things, scene.background, position=None, relation=None)
+    ask = Ask(things, scene.background, None, scene.relation if relations else None)
     return phrase(ask, lambda options: options[rng.integers(len(options))])
 
 
