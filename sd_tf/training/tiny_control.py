@@ -105,8 +105,9 @@ def train(
         loss = Denoising(Steered(models["unet"], net), encoders, config, min_snr=None)
         steered = replace(config, controlnets={NAME: net.control})
         painter = Painter(steered, {**models, NAME: net}, tokenize)
-        drawings = np.stack([world.outline(source.scene(i), source.size) for i in range(SHOWN)])
-        captions = [source.caption(i, 0) for i in range(SHOWN)]
+        shown = range(min(SHOWN, recipe.scenes))
+        drawings = np.stack([world.outline(source.scene(i), source.size) for i in shown])
+        captions = [source.caption(i, 0) for i in shown]
 
         def sample(step, stage):
             pictures = painter.steer(captions, drawings)
