@@ -136,6 +136,11 @@ def test_generate(pipe, tmp_path, capsys):
     assert psnr(made, expected, peak=255) >= 50
     parameters, pictures = read_parameters(tmp_path / "3.png")
     assert parameters["control_scale"] == [0.7, 1.0] and pictures == ["control_image"]
+    one = ["--control_image", str(tmp_path / "lines.png"), "--control_scale", "0.7"]
+    assert main([*command, *one, "--out", str(tmp_path / "one")]) == 0  # for both nets
+    made = np.asarray(Image.open(tmp_path / "one" / "3.png"))
+    expected = pipe(PROMPT, control_image=LINES, control_scale=0.7, **CALL).images[0]
+    assert psnr(made, expected, peak=255) >= 50
     capsys.readouterr()
     assert main([*command, "--from_png", str(tmp_path / "3.png")]) == 1
     assert "give --control_image again" in capsys.readouterr().err
@@ -240,16 +245,18 @@ def test_rows(tmp_path):
         {"prompt": "a", "control_image": "lines.png,", "control_scale": "0.5,1"},
         {"prompt": "b", "control_image": ["lines.png", "lines.png"]},
         {"prompt": "c", "image": "lines.png", "strength": 0.5},
+        {"prompt": "one", "control_image": "lines.png", "control_scale": "0.5"},
         {"prompt": "d", "control_image": "none.png"},
         {"prompt": "e", "image": "text.png"},
         {"prompt": "f", "control_image": 5},
     ]
     rows, failures = check_rows(entries, settings, manifest, tmp_path)
     path = str(tmp_path / "lines.png")
-    assert [row.call.control_image for row in rows] == [[path, None], [path, path], None]
+    assert [row.call.control_image for row in rows] == [[path, None], [path, path], None, path]
+    assert rows[3].call.control_scale == (0.5, 0.5)
     assert rows[0].call.control_scale == (0.5, 1.0) and rows[2].call.image == path
     assert opened({"prompt": "c", "image": path})["image"].size == (16, 16)
-    assert [failure.row for failure in failures] == [3, 4, 5]
+    assert [failure.row for failure in failures] == [4, 5, 6]
     for failure, message in zip(
         failures,
         ["none.png cannot be read (No such file", "text.png: this is not a PNG", "is a path"],

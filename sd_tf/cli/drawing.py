@@ -57,8 +57,7 @@ def read_wanted(options: argparse.Namespace) -> dict[str, Any]:
 def _opened(path: str | list[str]) -> Any:
     """Open a picture, or those for several ControlNets, where an empty path stands for none."""
     if isinstance(path, list):
-        pictures = [_opened(one) if one else None for one in path]
-        return pictures[0] if len(pictures) == 1 else pictures
+        return [_opened(one) if one else None for one in path]
     try:
         return open_picture(path)
     except PictureError as error:

@@ -56,6 +56,9 @@ def flag_parameters() -> list[Parameter]:
 def given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the parameters that the command line gives, by name."""
     values = {known.name: getattr(options, known.name, None) for known in flag_parameters()}
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == 1 and Call.parameters()[name].per_net:
+            values[name] = value[0]  # one for all nets
     return {name: value for name, value in values.items() if value not in (None, [])}
 
 

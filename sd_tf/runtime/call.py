@@ -58,6 +58,23 @@ def _suited(name: str, otherwise: Any) -> Callable[[Manifest], Any]:
     return lambda manifest: manifest.suited.get(name, otherwise)
 
 
+SHARE = {"least": 0, "most": 1, "slider": (0, 1, 0.05)}
+
+
+def _of_nets(label: str, help: str, otherwise: float, **known) -> Any:
+    """Describe a number for each ControlNet, which goes with its picture."""
+    return parameter(
+        Kind.NUMBER,
+        label,
+        f"{help} (default: {otherwise:g})",
+        otherwise=lambda manifest: otherwise,
+        per_net=True,
+        goes_with="control_image",
+        taken_by=STEERED,
+        **known,
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """The parameters of a call for one picture or more, one for each prompt.
@@ -129,41 +146,19 @@ class Call:
         per_net=True,
         taken_by=STEERED,
     )
-    control_scale: float | Sequence[float] | None = parameter(
-        Kind.NUMBER,
+    control_scale: float | Sequence[float] | None = _of_nets(
         "Control",
-        "how much of what a ControlNet adds is taken (default: 1)",
+        "how much of what a ControlNet adds is taken",
+        1.0,
         least=-MOST_CONTROL,
         most=MOST_CONTROL,
         slider=(0, 2, 0.05),
-        otherwise=lambda manifest: 1.0,
-        per_net=True,
-        goes_with="control_image",
-        taken_by=STEERED,
     )
-    control_start: float | Sequence[float] | None = parameter(
-        Kind.NUMBER,
-        "Control from",
-        "where a ControlNet's share of the steps begins (default: 0)",
-        least=0,
-        most=1,
-        slider=(0, 1, 0.05),
-        otherwise=lambda manifest: 0.0,
-        per_net=True,
-        goes_with="control_image",
-        taken_by=STEERED,
+    control_start: float | Sequence[float] | None = _of_nets(
+        "Control from", "where a ControlNet's share of the steps begins", 0.0, **SHARE
     )
-    control_end: float | Sequence[float] | None = parameter(
-        Kind.NUMBER,
-        "Control to",
-        "where its share of the steps ends (default: 1)",
-        least=0,
-        most=1,
-        slider=(0, 1, 0.05),
-        otherwise=lambda manifest: 1.0,
-        per_net=True,
-        goes_with="control_image",
-        taken_by=STEERED,
+    control_end: float | Sequence[float] | None = _of_nets(
+        "Control to", "where its share of the steps ends", 1.0, **SHARE
     )
     control_guess: bool | None = parameter(
         Kind.SWITCH,

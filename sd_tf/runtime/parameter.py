@@ -185,22 +185,25 @@ class Parameter:
         """Put the values of several pictures together, one for each."""
         return Each(values) if self.per_net else [*values]
 
-    def _of_nets(self, value: Any, manifest: Manifest | None, size: Size | None) -> tuple:
-        """Return a checked value for each ControlNet; None where a list has none for it."""
+    def _of_nets(self, value: Any, manifest: Manifest | None, size: Size | None) -> Any:
+        """Return a checked value for each ControlNet; None where a list has none for it.
+
+        Without a manifest, one value stays one.
+        """
         is_list = isinstance(value, list | tuple)
         if manifest is None:
-            values = value if is_list else [value]
-        else:
-            count = len(manifest.controls)
-            values = value if is_list else [value] * count
-            if len(values) != count:
-                names = ", ".join(net.name for net in manifest.controls)
-                raise CallError(
-                    self.name,
-                    f"{self.name} is one for all or one for each of the export's ControlNets, "
-                    f"{names}. Received: {len(values)}",
-                )
-        otherwise = None if manifest is None else self.default_for(manifest)
+            if not is_list:
+                return self._one(value, None, size)
+            return tuple(None if one is None else self._one(one, None, size) for one in value)
+        values = value if is_list else [value] * len(manifest.controls)
+        if len(values) != len(manifest.controls):
+            names = ", ".join(net.name for net in manifest.controls)
+            raise CallError(
+                self.name,
+                f"{self.name} is one for all or one for each of the export's ControlNets, "
+                f"{names}. Received: {len(values)}",
+            )
+        otherwise = self.default_for(manifest)
         values = [otherwise if one is None else one for one in values]
         return tuple(None if one is None else self._one(one, manifest, size) for one in values)
 
@@ -216,7 +219,8 @@ class Parameter:
         """Parse a value from a command line or a cell of a table."""
         parse = PARSERS.get(self.kind, str)
         try:
-            return [parse(part) for part in text.split(",")] if self.per_net else parse(text)
+            is_list = self.per_net and "," in text
+            return [parse(part) for part in text.split(",")] if is_list else parse(text)
         except (ValueError, KeyError) as error:
             raise self.refusal(text) from error
 

@@ -10,7 +10,7 @@ from sd_tf.config import ControlNetConfig, PipelineConfig
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import Batch
-from sd_tf.training.edit import EditBatches, check_family, prepared
+from sd_tf.training.edit import EditBatches, check_cuts, check_family, prepared
 from sd_tf.training.hosts import this_host
 from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising, Steered, Steering, freeze, recomputed
@@ -46,15 +46,9 @@ class ControlOptions:
 
     def check(self) -> "ControlOptions":
         """Raise if a value is out of range; return self."""
-        for name in ("flip", "dropout"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise TrainingError(f"`{name}` must be from 0 to 1. Received: {value}")
-        if self.resize is not None and self.resize < self.size:
-            raise TrainingError(
-                f"Pictures are scaled to `resize` and cropped to `size`: `resize` must not be "
-                f"less than `size`. Received: size={self.size}, resize={self.resize}"
-            )
+        if not 0.0 <= self.dropout <= 1.0:
+            raise TrainingError(f"`dropout` must be from 0 to 1. Received: {self.dropout}")
+        check_cuts(self.flip, self.resize, self.size)
         return self
 
 

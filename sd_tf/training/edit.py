@@ -61,19 +61,24 @@ class EditOptions:
         """Raise if a value is out of range; return self."""
         if not 0.0 <= self.dropout <= 1.0 / 3.0:
             raise TrainingError(f"`dropout` must be from 0 to 1/3. Received: {self.dropout}")
-        if not 0.0 <= self.flip <= 1.0:
-            raise TrainingError(f"`flip` must be from 0 to 1. Received: {self.flip}")
-        if self.resize is not None and self.resize < self.size:
-            raise TrainingError(
-                f"Pictures are scaled to `resize` and cropped to `size`: `resize` must not be "
-                f"less than `size`. Received: size={self.size}, resize={self.resize}"
-            )
+        check_cuts(self.flip, self.resize, self.size)
         if self.precompute and (self.flip or self.resize not in (None, self.size)):
             raise TrainingError(
                 "Precomputed latents are those of unchanged pictures: `precompute` needs a `flip` "
                 f"of 0 and no `resize`. Received: flip={self.flip}, resize={self.resize}"
             )
         return self
+
+
+def check_cuts(flip: float, resize: int | None, size: int) -> None:
+    """Refuse a share of mirrored pairs that is none, and pictures smaller than what is cut out."""
+    if not 0.0 <= flip <= 1.0:
+        raise TrainingError(f"`flip` must be from 0 to 1. Received: {flip}")
+    if resize is not None and resize < size:
+        raise TrainingError(
+            f"Pictures are scaled to `resize` and cropped to `size`: `resize` must not be less "
+            f"than `size`. Received: size={size}, resize={resize}"
+        )
 
 
 def dropped(r: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:

@@ -46,32 +46,37 @@ def evaluate(
     content = {"checkpoint": pipe.manifest.checkpoint, "options": asdict(options)}
     for key, scale in (("groups", options.control_scale), ("without", 0.0)):
         content[key] = {}
-        for number, name in enumerate(GROUPS):
-            scenes = scenes_of(name, options.drawings)
-            drawings = np.stack([world.outline(scene, side_of(pipe)) for scene in scenes])
-            pictures = pipe(
-                [world.unplaced(scene, i, EVALUATION_SEED) for i, scene in enumerate(scenes)],
-                control_image=drawings,
-                control_scale=scale,
-                num_steps=options.num_steps,
-                guidance_scale=options.guidance_scale,
-                scheduler=options.scheduler,
-                seed=number * GROUP_SEED,
-            ).images
-            score = Score()
-            for scene, picture in zip(scenes, pictures, strict=True):
-                score.add(judged(scene, world.read(picture)))
+        for name in GROUPS:
+            score, drawings, pictures = _measured(pipe, name, options, scale)
             content[key][name] = record = score.record()
             shares = ", ".join(f"{k} {v:.1%}" for k, v in record["attributes"].items())
-            how = f"control {scale:g}"
-            report(f"{name}, {how}: all right {record['all_right']:.1%} ({shares})")
-            if scale:
+            report(f"{name}, control {scale:g}: all right {record['all_right']:.1%} ({shares})")
+            if key == "groups":
                 both = np.stack([drawings, pictures], axis=1).reshape(-1, *pictures.shape[1:])
                 verdicts = [right for right in score.verdicts for _ in range(2)]
-                name = name.replace(", ", "-").replace(" ", "-")
-                sheet(both[: 2 * SHOWN], verdicts[: 2 * SHOWN]).save(folder / f"{name}.png")
+                file = f"{name.replace(', ', '-').replace(' ', '-')}.png"
+                sheet(both[: 2 * SHOWN], verdicts).save(folder / file)
     (folder / RESULT_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return content
+
+
+def _measured(pipe, group: str, options: ControlEvaluationOptions, scale: float):
+    """Draw one group's scenes; return the score, the drawings and the pictures."""
+    scenes = scenes_of(group, options.drawings)
+    drawings = np.stack([world.outline(scene, side_of(pipe)) for scene in scenes])
+    pictures = pipe(
+        [world.unplaced(scene, i, EVALUATION_SEED) for i, scene in enumerate(scenes)],
+        control_image=drawings,
+        control_scale=scale,
+        num_steps=options.num_steps,
+        guidance_scale=options.guidance_scale,
+        scheduler=options.scheduler,
+        seed=GROUP_SEED * list(GROUPS).index(group),
+    ).images
+    score = Score()
+    for scene, picture in zip(scenes, pictures, strict=True):
+        score.add(judged(scene, world.read(picture)))
+    return score, drawings, pictures
 
 
 def scenes_of(group: str, count: int) -> list[world.Scene]:

@@ -16,6 +16,7 @@ from sd_tf.weights.single_file_names import Tensors, under, unet_names
 
 PREFIX = "control_model."
 HINT = "controlnet_cond_embedding."
+HINT_ENDS = {0: "conv_in", 7: "conv_out"}  # the other layers of the hint are blocks
 ZERO = re.compile(r"controlnet_down_blocks\.\d+\.weight")
 SIZES = 6  # numbers of SDXL's size conditioning
 SIZE_WIDTH = 256  # to which each of them is embedded, in all that were published
@@ -50,18 +51,14 @@ def _hinted(name: str) -> str:
     module, _, leaf = name.rpartition(".")
     if match := re.fullmatch(r"input_hint_block\.(\d+)", module):
         place = int(match[1]) // 2  # activations stand between the convolutions
-        return f"{HINT}{_HINTS.get(place, f'blocks.{place - 1}')}.{leaf}"
+        return f"{HINT}{HINT_ENDS.get(place, f'blocks.{place - 1}')}.{leaf}"
     if match := re.fullmatch(r"zero_convs\.(\d+)\.0", module):
         return f"controlnet_down_blocks.{match[1]}.{leaf}"
     return f"controlnet_mid_block.{leaf}" if module == "middle_block_out.0" else name
 
 
-_HINTS = {0: "conv_in", 7: "conv_out"}
-
-
 def _with_original_names(tensors: Tensors) -> dict[str, StoredTensor]:
-    modules = {name.rpartition(".")[0]: name for name in tensors}
-    names = original_names(modules)
+    names = original_names({name.rpartition(".")[0] for name in tensors})
     return {
         f"{names[module]}.{leaf}": tensor
         for name, tensor in tensors.items()

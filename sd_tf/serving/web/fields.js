@@ -21,8 +21,8 @@ export const isFile = (field) => field.kind === "picture" || field.kind === "mas
 export const isTick = (field) => field.kind === "switch";
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
-const steers = ({ name, goes_with: other }) => isOf("control_image", name, other);
-const isOf = (picture, ...names) => names.some((name) => name?.startsWith(picture));
+const steers = ({ name, goes_with: other }) =>
+  [name, other].some((one) => one?.startsWith("control_image"));
 
 // Order: pictures and the fields that go with them, those of ControlNets, texts, the size and the
 // other small fields, adapters, the seed last.
