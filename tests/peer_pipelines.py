@@ -10,8 +10,7 @@ import torch
 from keras import ops
 from PIL import Image
 
-from sd_tf.components import COMPONENTS
-from sd_tf.components.build import component, empty_tokens_of
+from sd_tf.components.build import component, component_names, empty_tokens_of
 from sd_tf.components.describe import manifest_of
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.export.modules import Traces
@@ -68,7 +67,7 @@ class TracingRunner(Runner):
         empty = empty_tokens_of(checkpoint)
         parts = {
             name: component(name, checkpoint.config, geometry, "float32", empty, checkpoint.build)
-            for name in COMPONENTS
+            for name in component_names(checkpoint.config)
         }
         traces = Traces()
         self.endpoints = {

@@ -265,7 +265,7 @@ def test_weights_describes_it(folder, tmp_path, capsys):
 def test_transformers_take_none(folder, capsys, tmp_path):
     command = ["export", "--checkpoint", "tiny-edit", "--controlnet", str(folder)]
     assert main([*command, "--out", str(tmp_path / "export")]) == 1
-    assert "takes no ControlNet: leave it out" in capsys.readouterr().err
+    assert "not for checkpoints that edit pictures" in capsys.readouterr().err
     assert not (tmp_path / "export").exists()
 
 

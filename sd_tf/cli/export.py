@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from sd_tf.cli.options import CONTROLNET, EXPORT, OPENING, PLACES, SHAPE, chosen, opened
+from sd_tf.cli.options import EXPORT, OPENING, PLACES, SHAPE, STEERING, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of
 
@@ -17,12 +17,14 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.export import ExportOptions, export
 
     start = time.perf_counter()
-    checkpoint = opened(options, options.checkpoint, (*OPENING, CONTROLNET))
+    checkpoint = opened(options, options.checkpoint, (*OPENING, *STEERING))
     print(f"{checkpoint.source}: {checkpoint.format}, {family_of(checkpoint.config)}", flush=True)
     for adapter in checkpoint.adapters:
         print(f"with {adapter.name} at {adapter.scale:g}", flush=True)
     for net in checkpoint.controlnets:
         print(f"steered by {net}", flush=True)
+    for adapter in checkpoint.image_adapters:
+        print(f"pictures as prompts by {adapter}", flush=True)
     manifest = export(
         checkpoint,
         options.output_dir,
@@ -45,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
         ),
         progress(start),
     )
-    target = manifest.components[options.components[0]].target
+    names = options.components or manifest.components
+    target = manifest.components[next(iter(names))].target
     print(
         f"{options.output_dir}: {manifest.shapes}, {manifest.precision}, "
         f"up to {manifest.max_steps} steps, for a {target}, in {time.perf_counter() - start:.1f} s"

@@ -102,6 +102,22 @@ CONTROLNET = Option(
     controlnet,
     repeated="PATH_OR_ID",
 )
+STEERING = (  # what steers a checkpoint's pictures beside prompts
+    CONTROLNET,
+    Option(
+        "ip_adapter",
+        (),
+        "An IP-Adapter, by which pictures are prompts: a .safetensors file or OWNER/NAME/FILE on "
+        "the Hub; again for each further one. See docs/image_prompts.md.",
+        repeated="FILE_OR_ID",
+    ),
+    Option(
+        "image_encoder",
+        None,
+        "The folder of the IP-Adapters' vision encoder, or OWNER/NAME/FOLDER on the Hub. Default: "
+        "image_encoder beside the first adapter.",
+    ),
+)
 
 SEVERAL = (
     Option(
@@ -142,6 +158,7 @@ PLACES = (
         "are always among them.",
         choices=LAYERS,
     ),
+    Option("image_prompts", 4, "Most pictures of a prompt for each IP-Adapter.", int),
 )
 
 EXPORT = (
@@ -172,7 +189,7 @@ EXPORT = (
         int,
     ),
     *PLACES,
-    CONTROLNET,
+    *STEERING,
     Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
     Option(
         "target",
@@ -189,8 +206,9 @@ EXPORT = (
     ),
     Option(
         "components",
-        COMPONENTS,
-        "What to export; fewer than all replace those of an existing export.",
+        None,
+        f"What to export; fewer than all replace those of an existing export. Default: all: "
+        f"{', '.join(COMPONENTS)}, and vision_encoder with IP-Adapters.",
         names,
     ),
     Option(

@@ -36,7 +36,7 @@ def add_parameters(
             if known.kind is Kind.SWITCH:
                 parser.add_argument(*names, action=Switch, default=None, help=text)
                 continue
-            action = "append" if known.is_file and known.per_net else "store"
+            action = "append" if known.is_file and known.per is not None else "store"
             if known.kind is Kind.MIXTURE:  # one for all, or given again for each name
                 names, action = [f"--{known.name.removesuffix('s')}", *names], Mixed
             parser.add_argument(
@@ -57,8 +57,8 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the parameters that the command line gives, by name."""
     values = {known.name: getattr(options, known.name, None) for known in flag_parameters()}
     for name, value in values.items():
-        if isinstance(value, list) and len(value) == 1 and Call.parameters()[name].per_net:
-            values[name] = value[0]  # one for all nets
+        if isinstance(value, list) and len(value) == 1 and Call.parameters()[name].per is not None:
+            values[name] = value[0]  # one for all models
     return {name: value for name, value in values.items() if value not in (None, [])}
 
 

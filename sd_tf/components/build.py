@@ -18,13 +18,20 @@ from sd_tf.components.controls import Controls
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
+from sd_tf.components.image_prompts import LoopImagePrompts, vision_encoder
 from sd_tf.components.places import Place, Places
-from sd_tf.components.spec import COMPONENTS, Endpoint, as_is
+from sd_tf.components.spec import COMPONENTS, VISION_ENCODER, Endpoint, as_is
 from sd_tf.components.text_encoder import Read, reader_of, text_encoder
-from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.config import (
+    AUTOENCODER,
+    ImageAttentionConfig,
+    ImageProjectionConfig,
+    PipelineConfig,
+)
 from sd_tf.models import deferred_variables
 from sd_tf.models.branches import Branch, branches
 from sd_tf.models.controlnet import ControlNet
+from sd_tf.models.image_prompts import ImageAttention
 from sd_tf.runtime.adapter_places import DOWN, PREFIX, UP, AdapterPlaces
 from sd_tf.runtime.adapters import LayerRecord, Layers
 from sd_tf.runtime.shapes import Shape, Size
@@ -97,7 +104,7 @@ class Component:
                 for layer, shape in layout.layer_shapes(model).items()
             }
             for part, model in self.models.items()
-            if not isinstance(model, ControlNet)
+            if not isinstance(model, ControlNet | ImageAttention)
         }
         return Layers(found)
 
@@ -178,6 +185,8 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
     models = {config.denoiser.component: build(config.denoiser.component, precision)}
     nets = {name: build(name, precision) for name in config.controlnets}
     controls = Controls(tuple(nets.values()))
+    attentions = _parts_of_prompts(config, ImageAttentionConfig, build, precision)
+    images = LoopImagePrompts.of(config, tuple(attentions.values()), geometry.image_prompts)
     places = places_of(models, geometry.adapters, IN_DENOISER[geometry.adapters.layers])
     model, skipped = models[config.denoiser.component], config.denoiser.skip_layers
     counts = conditioner_of(config).counts(config, geometry.prompt_chunks)
@@ -196,6 +205,7 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
             guidance,
             places,
             controls,
+            images,
             shape,
             geometry.shapes.latent(shape.size),
             default,
@@ -206,12 +216,18 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
 
     return Component(
         "diffusion_model",
-        {**models, **nets},
+        {**models, **nets, **attentions},
         declare,
         tables=tables,
         default_scheduler=default,
         places=places,
     )
+
+
+def _parts_of_prompts(config, kind: type, build, precision: str) -> dict:
+    """Build the models of one kind for pictures as prompts."""
+    parts = {} if config.image_prompts is None else config.image_prompts.components
+    return {name: build(name, precision) for name, one in parts.items() if isinstance(one, kind)}
 
 
 def tables_of(config: PipelineConfig, size: Size, max_steps: int) -> Packed:
@@ -237,9 +253,27 @@ def _image_encoder(config, geometry, precision, empty_tokens, build) -> Componen
     return Component("image_encoder", {AUTOENCODER: vae}, declare, OF_ENCODER)
 
 
-_ASSEMBLERS = dict(
-    zip(COMPONENTS, (_text_encoder, _diffusion_model, _decoder, _image_encoder), strict=True)
-)
+def _vision_encoder(config, geometry, precision, empty_tokens, build) -> Component:
+    encoder = build(VISION_ENCODER, precision)
+    projections = _parts_of_prompts(config, ImageProjectionConfig, build, precision)
+
+    def declare(shape, tables, shared):
+        return vision_encoder(encoder, tuple(projections.values()), shape, shared)
+
+    return Component(VISION_ENCODER, {VISION_ENCODER: encoder, **projections}, declare)
+
+
+_ASSEMBLERS = {
+    **dict(
+        zip(COMPONENTS, (_text_encoder, _diffusion_model, _decoder, _image_encoder), strict=True)
+    ),
+    VISION_ENCODER: _vision_encoder,
+}
+
+
+def component_names(config: PipelineConfig) -> tuple[str, ...]:
+    """Return the components that a checkpoint has."""
+    return COMPONENTS if config.image_prompts is None else (*COMPONENTS, VISION_ENCODER)
 
 
 def autoencoder_precision(config: PipelineConfig, precision: str) -> str:

@@ -20,7 +20,7 @@ class Controls:
     nets: Sequence = ()  # of `models.controlnet.ControlNet`
 
     def inputs(self, shape: Shape) -> dict[str, Spec]:
-        """The loop's further inputs for pictures of a shape; none without nets."""
+        """The loop's further inputs for pictures of a shape; none without nets. Zeros run none."""
         if not self.nets:
             return {}
         count = len(self.nets)
@@ -31,10 +31,6 @@ class Controls:
             **{name: Spec((count,), dtypes[name]) for name in PER_NET},
             GUESS: Spec(dtype="bool"),
         }
-
-    def none(self, shape: Shape) -> dict:
-        """Return the values of `inputs` with which no net runs."""
-        return {name: ops.zeros(s.shape, s.dtype) for name, s in self.inputs(shape).items()}
 
     def running(self, shared, parts: Sequence[bool]) -> "RunningControls":
         """Return the nets with traces of their own.

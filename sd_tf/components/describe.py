@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sd_tf.components import COMPONENTS
-from sd_tf.components.build import tables_of
+from sd_tf.components.build import component_names, tables_of
 from sd_tf.components.geometry import Fixed, Geometry
 from sd_tf.components.guidance import guidance_of
+from sd_tf.components.image_prompts import image_prompts_of
 from sd_tf.config import family_of, suited_to
 from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.manifest import ComponentRecord, Manifest, SchedulerRecord, file_hash, serves
@@ -60,10 +60,13 @@ def manifest_of(
             ControlRecord(name, net.pools)
             for name, net in zip(checkpoint.controlnets, config.controlnets.values(), strict=True)
         ),
+        image_prompts=image_prompts_of(config, checkpoint.image_adapters, geometry.image_prompts),
         tokenizers={
             name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
         },
-        components={name: components[name] for name in COMPONENTS if name in components},
+        components={
+            name: components[name] for name in component_names(config) if name in components
+        },
         verification=verification or {},
         versions={name: importlib.metadata.version(name) for name in ("sd_tf", compiler, "keras")},
     )

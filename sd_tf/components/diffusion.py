@@ -8,6 +8,7 @@ from keras import ops
 from sd_tf.components.conditions import Conditions
 from sd_tf.components.controls import CONTROL, Controls
 from sd_tf.components.guidance import SCALE, Guidance
+from sd_tf.components.image_prompts import PICTURES, LoopImagePrompts
 from sd_tf.components.places import KERNELS, Places
 from sd_tf.components.spec import Endpoint, Spec, as_is
 from sd_tf.runtime.shapes import Shape
@@ -21,17 +22,20 @@ class DiffusionModel:
 
     Inputs that every call of the loop shares are passed on by name: `num_steps`, `scheduler` (its
     number), the guidance's scales, the conditions, the adapters' scales where there are places for
-    adapters, and the control pictures and what goes with them where there are ControlNets.
+    adapters, the control pictures and what goes with them where there are ControlNets, and the
+    tokens of pictures that are prompts where there are IP-Adapters.
     """
 
     def __init__(
         self,
-        denoiser,  # (x, timesteps, **conditions) → its prediction; also `KERNELS` and `CONTROL`
+        # (x, timesteps, **conditions) → its prediction; also `KERNELS`, `CONTROL`, `PICTURES`
+        denoiser,
         tables,  # the fields of `sampling.packed.Packed`, as the backend's arrays
         conditions: Conditions,
         guidance: Guidance,
         places: Places,
         controls: Controls,
+        images: LoopImagePrompts,
         shape: Shape,
         latents: tuple[int, int, int],  # their shape (h, w, c)
         default_scheduler: int,
@@ -48,8 +52,10 @@ class DiffusionModel:
         self.conditions, self.guidance = conditions, guidance
         self.batch_size, self.latent_shape = shape.batch_size, latents
         parts = [part.prompt for part in guidance.parts]
-        self.controls, self._none = controls.running(shared, parts), partial(controls.none, shape)
+        self.controls = controls.running(shared, parts)
         self._control_inputs = controls.inputs(shape)
+        self._keys = partial(images.keys, parts=guidance.parts, shared=shared)
+        self._image_inputs = images.inputs(shape)
         self.default_scheduler = default_scheduler
         self.tells_guidance = tells_guidance
         self._shared_walk = shared(self._walk)
@@ -60,7 +66,7 @@ class DiffusionModel:
         history = Spec((HISTORY, *latents.shape))
         scalar, seeds = Spec(dtype="int32"), Spec((self.batch_size,), "int32")
         call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
-        further = {**self.guidance.further_inputs, **self.places.inputs, **self._control_inputs}
+        further = {**self.guidance.further_inputs, **self.places.inputs, **self._steering}
         chosen = {**call, "scheduler": scalar, **further}
         state = {"latent": latents, "history": history}
         bounds = {"first": scalar, "start": scalar, "stop": scalar}
@@ -82,7 +88,8 @@ class DiffusionModel:
     def default(self, **inputs):
         """Draw with the default scheduler, without adapters; picture i has the seed i."""
         scheduler = ops.convert_to_tensor(self.default_scheduler, "int32")
-        further = {**self.guidance.without_extra(), **self.places.none(), **self._none()}
+        none = {name: ops.zeros(s.shape, s.dtype) for name, s in self._steering.items()}
+        further = {**self.guidance.without_extra(), **self.places.none(), **none}
         return self.seeded(self._default_seeds, scheduler=scheduler, **further, **inputs)
 
     def seeded(self, seed, **inputs):
@@ -125,7 +132,8 @@ class DiffusionModel:
         conditions = {name: inputs[name] for name in self.conditions.inputs}
         adapters = {name: inputs[name] for name in self.places.inputs}
         control = {name: inputs[name] for name in self._control_inputs}
-        given = scales, conditions, adapters, control
+        images = {name: inputs[name] for name in self._image_inputs}
+        given = scales, conditions, adapters, control, images
         return self._shared_walk(x, past, first, start, stop, seeds, scheduler, num_steps, *given)
 
     def _walk(self, x, past, first, start, stop, seeds, scheduler, num_steps, *given):
@@ -139,7 +147,7 @@ class DiffusionModel:
         predict = self._predictor(*given, calls)
         return denoise(predict, rows, x, past, first, start, ops.minimum(stop, calls), seeds)
 
-    def _predictor(self, scales, conditions, adapters, control, calls):
+    def _predictor(self, scales, conditions, adapters, control, images, calls):
         """Return (x, timestep, call) → the guided output; what the calls share is computed here."""
         guidance, names = self.guidance, self.conditions.names
         shared = {}
@@ -148,7 +156,7 @@ class DiffusionModel:
         given = guidance.conditions(conditions, names)
         beside = guidance.beside(conditions, self.conditions.beside)
         own_scales = tuple(scales[name] for name in guidance.scales)
-        hints = self.controls.hints(control)
+        hints, keys = self.controls.hints(control), self._keys(images)
 
         def run(denoiser, x, timestep, given):
             batch = x.shape[0]
@@ -156,14 +164,16 @@ class DiffusionModel:
                 given = {**given, "guidance": ops.broadcast_to(scales[SCALE], (batch,))}
             return denoiser(x, ops.broadcast_to(timestep, (batch,)), **given, **shared)
 
+        seen = given if keys is None else {**given, PICTURES: keys}
+
         def with_control(x, timestep, call):
             """Run the denoiser with what the nets add; they do not see what is beside x."""
             if not hints:
-                return run(self.denoiser, x, timestep, given)
+                return run(self.denoiser, x, timestep, seen)
             noisy = x[..., : self.latent_shape[-1]]
             timesteps = ops.broadcast_to(timestep, (x.shape[0],))
             added = self.controls.added(noisy, timesteps, given, hints, call, control)
-            return run(self.denoiser, x, timestep, {**given, CONTROL: added})
+            return run(self.denoiser, x, timestep, {**seen, CONTROL: added})
 
         def predict(x, timestep, call):
             more = None
@@ -188,6 +198,11 @@ class DiffusionModel:
 
         own_scales = (scales[name] for name in self.guidance.scales)
         return ops.cond(extra.is_wanted(call, calls, scale, *own_scales), combined, lambda: output)
+
+    @property
+    def _steering(self) -> dict[str, Spec]:
+        """The inputs for what steers the pictures beside prompts; zeros steer nothing."""
+        return {**self._control_inputs, **self._image_inputs}
 
     @property
     def _default_seeds(self):

@@ -36,6 +36,7 @@ class Fixed:
     adapter_slots: int = 0  # adapters that can be switched at run time
     adapter_rank: int = DEFAULT_RANK  # the highest rank that such an adapter may have
     adapter_layers: str = DEFAULT_LAYERS  # the denoiser's layers that they may change
+    image_prompts: int = 4  # most pictures of a prompt for each IP-Adapter
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Geometry:
     guidance_rescale: float
     prompt_chunks: int
     adapters: AdapterPlaces
+    image_prompts: int  # most pictures of a prompt for each IP-Adapter
 
 
 def takes_weights(config: PipelineConfig) -> bool:
@@ -63,6 +65,8 @@ def refuse(rule: str, received) -> None:
 def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
     if fixed.precision not in PRECISIONS:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
+    if fixed.image_prompts < 1:
+        refuse("A prompt has places for at least 1 picture.", fixed.image_prompts)
     if fixed.prompt_chunks < 1:
         refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
     if fixed.prompt_chunks > 1 and not takes_weights(config):
@@ -99,6 +103,7 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         fixed.guidance_rescale,
         fixed.prompt_chunks,
         adapters_of(fixed),
+        fixed.image_prompts,
     )
 
 

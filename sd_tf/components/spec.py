@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
+VISION_ENCODER = "vision_encoder"  # of those that take pictures as prompts, too
 
 
 @dataclass(frozen=True)

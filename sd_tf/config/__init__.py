@@ -14,6 +14,13 @@ from sd_tf.config.families import (
     with_kerascv_numerics,
 )
 from sd_tf.config.flux import FluxConfig
+from sd_tf.config.image_prompts import (
+    ImageAdapterConfig,
+    ImageAttentionConfig,
+    ImageProjectionConfig,
+    ImagePromptsConfig,
+    VisionEncoderConfig,
+)
 from sd_tf.config.mmdit import MMDiTConfig
 from sd_tf.config.pipeline import (
     AUTOENCODER,
@@ -48,6 +55,10 @@ __all__ = [
     "DenoiserConfig",
     "DynamicShift",
     "FluxConfig",
+    "ImageAdapterConfig",
+    "ImageAttentionConfig",
+    "ImageProjectionConfig",
+    "ImagePromptsConfig",
     "LatentScale",
     "MMDiTConfig",
     "PipelineConfig",
@@ -57,6 +68,7 @@ __all__ = [
     "TextConfig",
     "TextEncoderConfig",
     "UNetConfig",
+    "VisionEncoderConfig",
     "family_of",
     "has_named_sizes",
     "latent_inputs_of",

@@ -7,6 +7,12 @@ from sd_tf.config.autoencoder import AutoencoderConfig
 from sd_tf.config.controlnet import ControlNetConfig
 from sd_tf.config.errors import ConfigError
 from sd_tf.config.flux import FluxConfig
+from sd_tf.config.image_prompts import (
+    ImageAttentionConfig,
+    ImageProjectionConfig,
+    ImagePromptsConfig,
+    VisionEncoderConfig,
+)
 from sd_tf.config.mmdit import MMDiTConfig
 from sd_tf.config.schedule import SAMPLERS, ScheduleConfig
 from sd_tf.config.text import T5EncoderConfig, TextEncoderConfig
@@ -14,7 +20,10 @@ from sd_tf.config.unet import UNetConfig
 
 TextConfig = TextEncoderConfig | T5EncoderConfig
 DenoiserConfig = UNetConfig | MMDiTConfig | FluxConfig
-ComponentConfig = TextConfig | DenoiserConfig | ControlNetConfig | AutoencoderConfig
+ImagePromptConfig = VisionEncoderConfig | ImageProjectionConfig | ImageAttentionConfig
+ComponentConfig = (
+    TextConfig | DenoiserConfig | ControlNetConfig | AutoencoderConfig | ImagePromptConfig
+)
 
 AUTOENCODER = "vae"  # the component's name in a checkpoint
 
@@ -42,6 +51,7 @@ class PipelineConfig:
     zero_tokens: int = 0  # SD3: zeros at the end of the context, in place of a T5 that is left out
     # ControlNets that steer the denoiser, in the order in which calls give their pictures.
     controlnets: Mapping[str, ControlNetConfig] = field(default_factory=dict)
+    image_prompts: ImagePromptsConfig | None = None  # pictures beside the prompt
 
     @property
     def components(self) -> dict[str, ComponentConfig]:
@@ -50,6 +60,7 @@ class PipelineConfig:
             **self.text_encoders,
             self.denoiser.component: self.denoiser,
             **self.controlnets,
+            **({} if self.image_prompts is None else self.image_prompts.components),
             AUTOENCODER: self.autoencoder,
         }
 
@@ -93,6 +104,9 @@ class PipelineConfig:
         self.schedule.check_kind_of(self.schedule.sampler)
         for net in self.controlnets.values():
             _check_control(self, net)
+        if self.image_prompts is not None:
+            _check_beside_unet(self, "IP-Adapters")
+            self.image_prompts.check_fits(self.denoiser)
         return self
 
 
@@ -180,17 +194,22 @@ def _check_pooled(config: PipelineConfig) -> None:
 
 def _check_control(config: PipelineConfig, net: ControlNetConfig) -> None:
     """Check that a ControlNet steers this pipeline's denoiser."""
+    _check_beside_unet(config, "ControlNets")
+    autoencoder = config.autoencoder
+    net.check_fits(config.denoiser, autoencoder.latent_channels, autoencoder.downscale)
+
+
+def _check_beside_unet(config: PipelineConfig, what: str) -> None:
+    """Check that the pipeline's denoiser is one that takes more than a prompt."""
     if not isinstance(config.denoiser, UNetConfig):
         raise ConfigError(
-            f"ControlNets are for checkpoints with a UNet. Received: a ControlNet for "
-            f"{net.trunk.kind}, beside a {type(config.denoiser).__name__.removesuffix('Config')}"
+            f"{what} are for checkpoints with a UNet. Received: one beside a "
+            f"{type(config.denoiser).__name__.removesuffix('Config')}"
         )
     if config.latent_inputs == "image":
         raise ConfigError(
-            "A checkpoint that edits pictures (InstructPix2Pix) takes no ControlNet: leave it out."
+            f"{what} are not for checkpoints that edit pictures (InstructPix2Pix): leave them out."
         )
-    autoencoder = config.autoencoder
-    net.check_fits(config.denoiser, autoencoder.latent_channels, autoencoder.downscale)
 
 
 # How texts become a denoiser's conditions → the check that its parts can.

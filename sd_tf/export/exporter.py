@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from sd_tf.components import COMPONENTS
+from sd_tf.components.build import component_names
 from sd_tf.components.describe import manifest_of, origins
 from sd_tf.export.component import Report, export_component, export_text_to_image
 from sd_tf.export.options import ExportOptions, check
@@ -29,7 +29,8 @@ def export(
     """Write all components, or replace some in an existing export; return the manifest."""
     report = report or (lambda component, text: None)
     target = Path(output_dir)
-    geometry = check(checkpoint, options)
+    geometry, wanted = check(checkpoint, options)
+    known = component_names(checkpoint.config)
     manifest = manifest_of(
         checkpoint,
         geometry,
@@ -38,23 +39,23 @@ def export(
         compiler="tensorflow",
         jit_compiled_text_encoder=options.jit_compile_text_encoder,
     )
-    replacing = set(options.components) != set(COMPONENTS)
+    replacing = set(wanted) != set(known)
     with staging(target, options.overwrite or replacing, FILE_NAME, ExportError) as folder:
         components, figures = {}, {}
         if replacing:
             previous = Manifest.read(target)
-            kept = [name for name in previous.components if name not in options.components]
-            manifest = merged(manifest, previous, kept, options.components)
-            check_conditions(target, kept, options.components, checkpoint, geometry)
+            kept = [name for name in previous.components if name not in wanted]
+            manifest = merged(manifest, previous, kept, wanted)
+            check_conditions(target, kept, wanted, checkpoint, geometry)
             _keep(target, folder, previous, kept)
             components = {name: previous.components[name] for name in kept}
             figures = {name: previous.verification[name] for name in kept}
-        origin = origins(checkpoint, options.components)
-        for name in options.components:
+        origin = origins(checkpoint, wanted)
+        for name in wanted:
             components[name], figures[name] = export_component(
                 name, checkpoint, geometry, options, origin[name], folder, report
             )
-        if "text_encoder" in options.components:
+        if "text_encoder" in wanted:
             for encoder, name in manifest.tokenizers.items():
                 checkpoint.tokenizer(encoder).save(folder / name)
         if options.text_to_image:
@@ -65,9 +66,7 @@ def export(
         manifest = dataclasses.replace(
             manifest,
             components={
-                name: components[name]
-                for name in (*COMPONENTS, TEXT_TO_IMAGE)
-                if name in components
+                name: components[name] for name in (*known, TEXT_TO_IMAGE) if name in components
             },
             verification=figures,
         )

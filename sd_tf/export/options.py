@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sd_tf.components import COMPONENTS
+from sd_tf.components import VISION_ENCODER
+from sd_tf.components.build import component_names
 from sd_tf.components.geometry import Fixed, Geometry, geometry_of, refuse
 from sd_tf.config import family_of
 from sd_tf.models import lowering
@@ -17,29 +18,31 @@ class ExportOptions(Fixed):
     jit_compile_text_encoder: bool = False
     target: str | None = None  # of lowering.TARGETS; None: this machine's best device
     disabled_rewrites: Sequence[str] = ()
-    components: Sequence[str] = COMPONENTS
+    components: Sequence[str] | None = None  # fewer replace those of an export; None: all
     text_to_image: bool = False  # add the SavedModel from prompts to PNG files
     verify: str = "full"
     overwrite: bool = False
 
 
-def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
-    """Check the options against the checkpoint; return the geometry that they ask for."""
-    if unknown := [name for name in options.components if name not in COMPONENTS]:
-        refuse(f"Components are {', '.join(COMPONENTS)}.", ", ".join(unknown))
-    if not options.components:
-        refuse(f"At least one component of {', '.join(COMPONENTS)} is exported.", "none")
-    if checkpoint.embeddings and "text_encoder" not in options.components:
+def check(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Geometry, tuple[str, ...]]:
+    """Check the options against the checkpoint; return the geometry and the components wanted."""
+    known = component_names(checkpoint.config)
+    wanted = known if options.components is None else tuple(options.components)
+    if unknown := [name for name in wanted if name not in known]:
+        refuse(f"Components are {', '.join(known)}.", ", ".join(unknown))
+    if not wanted:
+        refuse(f"At least one component of {', '.join(known)} is exported.", "none")
+    if checkpoint.embeddings and "text_encoder" not in wanted:
         refuse(
             "Embeddings change the text_encoder, so they are exported with it: add it to the "
             "components, or leave out the embeddings.",
-            ", ".join(options.components),
+            ", ".join(wanted),
         )
-    if options.storage is not None and "text_encoder" not in options.components:
+    if options.storage is not None and "text_encoder" not in wanted:
         refuse(
             "The storage is the text_encoder's, so it is exported with it: add it to the "
             "components, or leave out `storage`.",
-            ", ".join(options.components),
+            ", ".join(wanted),
         )
     if options.verify not in VERIFY:
         refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
@@ -47,8 +50,8 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
         refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
     if unknown := [name for name in options.disabled_rewrites if name not in lowering.NAMES]:
         refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
-    if options.text_to_image and set(options.components) != set(COMPONENTS):
-        refuse("The text_to_image is exported with all components.", ", ".join(options.components))
+    if options.text_to_image and set(wanted) != set(known):
+        refuse("The text_to_image is exported with all components.", ", ".join(wanted))
     if options.text_to_image and checkpoint.config.t5_encoders:
         refuse(
             "The text_to_image is for checkpoints whose text encoders are all CLIP: T5's tokenizer "
@@ -65,10 +68,21 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
             "The text_to_image is for checkpoints that draw from a prompt alone.",
             f"a ControlNet, {checkpoint.controlnets[0]}",
         )
-    if checkpoint.controlnets and "diffusion_model" not in options.components:
+    if options.text_to_image and checkpoint.image_adapters:
+        refuse(
+            "The text_to_image is for checkpoints that draw from a prompt alone.",
+            f"an IP-Adapter, {checkpoint.image_adapters[0]}",
+        )
+    if checkpoint.image_adapters and not {"diffusion_model", VISION_ENCODER} <= set(wanted):
+        refuse(
+            f"IP-Adapters are part of the diffusion_model and the {VISION_ENCODER}, so they are "
+            f"exported with both: add them to the components, or leave out the IP-Adapters.",
+            ", ".join(wanted),
+        )
+    if checkpoint.controlnets and "diffusion_model" not in wanted:
         refuse(
             "ControlNets are part of the diffusion_model, so they are exported with it: add it to "
             "the components, or leave out the ControlNets.",
-            ", ".join(options.components),
+            ", ".join(wanted),
         )
-    return geometry_of(checkpoint.config, options)
+    return geometry_of(checkpoint.config, options), wanted

@@ -40,6 +40,7 @@ OWNED = {
         "further_scales",
         "suited",
         "controls",
+        "image_prompts",
     ),
 }
 TEXT_CONDITIONS = ("context", "pooled")  # what a text encoder gives to a diffusion model

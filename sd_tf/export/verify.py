@@ -12,6 +12,8 @@ from sd_tf.components.geometry import Geometry
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import WEIGHTED
 from sd_tf.runtime.controls import SCALES, inputs_of
+from sd_tf.runtime.image_prompts import GIVEN, SHOWN
+from sd_tf.runtime.image_prompts import SCALES as IMAGE_SCALES
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
@@ -52,6 +54,7 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
     }
     nets = specs[SCALES].shape[0] if SCALES in specs else 0
     known |= inputs_of([1.0] * nets, [(0, ALL_CALLS)] * nets, guesses=False)
+    known |= {name: np.ones(specs[name].shape, "float32") for name in specs if _is_full(name)}
     inputs = {}
     for name, spec in specs.items():
         shape = [1 if size is None else size for size in spec.shape]
@@ -71,6 +74,11 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
             if part.name == "image_encoder":
                 inputs[name] = np.clip(0.5 * inputs[name], -1, 1)
     return inputs
+
+
+def _is_full(name: str) -> bool:
+    """Whether an input says that pictures which are prompts are there, and count."""
+    return name in (IMAGE_SCALES, GIVEN) or name.endswith(SHOWN)
 
 
 def eager(function, inputs: dict) -> dict[str, np.ndarray]:

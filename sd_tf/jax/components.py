@@ -13,8 +13,7 @@ import keras
 import numpy as np
 from jax.sharding import Mesh
 
-from sd_tf.components import COMPONENTS
-from sd_tf.components.build import Component, component, empty_tokens_of
+from sd_tf.components.build import Component, component, component_names, empty_tokens_of
 from sd_tf.components.geometry import Geometry
 from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
@@ -156,7 +155,7 @@ def components_of(
         return layout.abstract_model(config.components[part], dtype, storage)
 
     found = {}
-    for name in COMPONENTS:
+    for name in component_names(config):
         part = component(name, config, geometry, precision, empty_tokens, build)
         found[name] = JaxComponent(part, TARGETS[target] if part.is_rewritten else AS_WRITTEN)
     return found

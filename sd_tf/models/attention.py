@@ -20,7 +20,8 @@ QUERY_BLOCK = 512
 def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
     """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax is always in float32.
 
-    `mask`, (N, M) or (heads, N, M), is added to the scores; `scale` None: 1 / √(C / heads).
+    `mask`, (N, M), (heads, N, M) or (B, 1, 1, M), is added to the scores; `scale` None:
+    1 / √(C / heads).
     """
     head_dim = q.shape[-1] // num_heads
     scale = head_dim**-0.5 if scale is None else scale
@@ -91,10 +92,14 @@ class Attention(Block):
         self.to_v = dense(context_dim, channels, qkv_bias, dtype)
         self.to_out = [dense(channels, channels, dtype=dtype)]
 
-    def call(self, x, context=None):
+    def call(self, x, context=None, pictures=()):
+        """Attend; `pictures` are further (keys, values, mask), whose outputs are added."""
         context = x if context is None else context
         q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)
-        return self.to_out[0](scaled_dot_product(q, k, v, self.num_heads, upcast=self.upcast))
+        h = scaled_dot_product(q, k, v, self.num_heads, upcast=self.upcast)
+        for k, v, mask in pictures:
+            h = h + scaled_dot_product(q, k, v, self.num_heads, mask, self.upcast)
+        return self.to_out[0](h)
 
 
 class GEGLU(Block):
@@ -140,9 +145,9 @@ class TransformerBlock(Block):
         self.norm3 = LayerNorm(channels, 1e-5, dtype)
         self.ff = FeedForward(channels, config.geglu, dtype)
 
-    def call(self, x, context):
+    def call(self, x, context, pictures=()):
         x = x + self.attn1(self.norm1(x))
-        x = x + self.attn2(self.norm2(x), context)
+        x = x + self.attn2(self.norm2(x), context, pictures=pictures)
         return x + self.ff(self.norm3(x))
 
 
@@ -159,9 +164,11 @@ class SpatialTransformer(Block):
         ]
         self.proj_out = project(channels, channels, dtype=dtype)
 
-    def call(self, x, context):
+    def call(self, x, context, pictures=None):
+        """Transform; `pictures` has an entry for each block, see `Attention`."""
         _, height, width, channels = x.shape
         h = self.proj_in(ops.reshape(self.norm(x), (-1, height * width, channels)))
-        for block in self.transformer_blocks:
-            h = block(h, context)
+        beside = [()] * len(self.transformer_blocks) if pictures is None else pictures
+        for block, more in zip(self.transformer_blocks, beside, strict=True):
+            h = block(h, context, pictures=more)
         return x + ops.reshape(self.proj_out(h), (-1, height, width, channels))

@@ -4,18 +4,23 @@ from sd_tf.config import (
     AutoencoderConfig,
     ControlNetConfig,
     FluxConfig,
+    ImageAttentionConfig,
+    ImageProjectionConfig,
     MMDiTConfig,
     T5EncoderConfig,
     TextEncoderConfig,
     UNetConfig,
+    VisionEncoderConfig,
 )
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.models.flux import Flux
+from sd_tf.models.image_prompts import ImageAttention, ImageProjection
 from sd_tf.models.mmdit import MMDiT
 from sd_tf.models.t5 import T5Encoder
 from sd_tf.models.text_encoder import TextEncoder
 from sd_tf.models.unet import UNet
 from sd_tf.models.vae import VAE
+from sd_tf.models.vision_encoder import VisionEncoder
 
 MODEL_CLASSES = {
     TextEncoderConfig: TextEncoder,
@@ -25,4 +30,7 @@ MODEL_CLASSES = {
     FluxConfig: Flux,
     AutoencoderConfig: VAE,
     ControlNetConfig: ControlNet,
+    VisionEncoderConfig: VisionEncoder,
+    ImageProjectionConfig: ImageProjection,
+    ImageAttentionConfig: ImageAttention,
 }

@@ -96,9 +96,15 @@ class StridedConv(keras.layers.Conv2D):
         return with_branch(self, super().call(x), lambda a: self.convolution_op(x, a))
 
 
-def strided_conv(in_channels, out_channels, dtype=None, size=3, stride=2):
+def strided_conv(in_channels, out_channels, dtype=None, size=3, stride=2, use_bias=True):
     layer = StridedConv(
-        out_channels, size, strides=stride, padding="valid", kernel_initializer="zeros", dtype=dtype
+        out_channels,
+        size,
+        strides=stride,
+        padding="valid",
+        use_bias=use_bias,
+        kernel_initializer="zeros",
+        dtype=dtype,
     )
     layer.build((None, None, None, in_channels))
     return layer

@@ -19,8 +19,9 @@ class Embeddings(Block):
 
 
 class SelfAttention(Block):
-    def __init__(self, config, dtype=None):
+    def __init__(self, config, dtype=None, causal=True):
         super().__init__(dtype)
+        self.causal = causal
         width = config.hidden_size
         self.num_heads = config.num_heads
         self.q_proj = dense(width, width, dtype=dtype)
@@ -29,8 +30,9 @@ class SelfAttention(Block):
         self.out_proj = dense(width, width, dtype=dtype)
 
     def call(self, x):
-        # A token attends to itself and to the tokens before it.
-        mask = np.triu(np.full((x.shape[1], x.shape[1]), -np.inf, "float32"), k=1)
+        mask = None
+        if self.causal:  # a token attends to itself and to the tokens before it
+            mask = np.triu(np.full((x.shape[1], x.shape[1]), -np.inf, "float32"), k=1)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.out_proj(scaled_dot_product(q, k, v, self.num_heads, mask))
 
@@ -47,10 +49,12 @@ class MLP(Block):
 
 
 class EncoderLayer(Block):
-    def __init__(self, config, dtype=None):
+    """A layer of CLIP's transformers: `causal` in that for texts, not in that for pictures."""
+
+    def __init__(self, config, dtype=None, causal=True):
         super().__init__(dtype)
         self.layer_norm1 = LayerNorm(config.hidden_size, config.layer_norm_eps, dtype)
-        self.self_attn = SelfAttention(config, dtype)
+        self.self_attn = SelfAttention(config, dtype, causal)
         self.layer_norm2 = LayerNorm(config.hidden_size, config.layer_norm_eps, dtype)
         self.mlp = MLP(config, dtype)
 

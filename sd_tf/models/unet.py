@@ -57,6 +57,13 @@ class Stage(Block):
             SpatialTransformer(out_channels, num_heads, depth, config, dtype) if depth else None
             for depth in depths
         ]
+        self.depths = depths
+
+    def beside(self, pictures):
+        """Take from an iterator what each transformer attends to beside the context."""
+        if pictures is None:
+            return [None] * len(self.depths)
+        return [[next(pictures) for _ in range(depth)] for depth in self.depths]
 
 
 class DownBlock(Stage):
@@ -66,13 +73,14 @@ class DownBlock(Stage):
         self.width = out_channels
         self.downsamplers = [Downsample(out_channels, BOTH_SIDES, dtype)] if downsample else []
 
-    def call(self, x, time_embedding, context):
+    def call(self, x, time_embedding, context, beside=None):
         """Return the result and the skip connections for the way up."""
         skips = []
-        for resnet, attention in zip(self.resnets, self.attentions, strict=True):
+        beside = self.beside(None) if beside is None else beside
+        for resnet, attention, more in zip(self.resnets, self.attentions, beside, strict=True):
             x = resnet(x, time_embedding)
             if attention is not None:
-                x = attention(x, context)
+                x = attention(x, context, pictures=more)
             skips.append(x)
         for downsampler in self.downsamplers:
             x = downsampler(x)
@@ -87,10 +95,11 @@ class MidBlock(Stage):
         inputs = (channels, channels) if depth else (channels,)
         super().__init__(inputs, channels, (depth,) if depth else (), num_heads, config, dtype)
 
-    def call(self, x, time_embedding, context):
+    def call(self, x, time_embedding, context, beside=None):
         x = self.resnets[0](x, time_embedding)
-        for attention, resnet in zip(self.attentions, self.resnets[1:], strict=True):
-            x = resnet(attention(x, context), time_embedding)
+        beside = self.beside(None) if beside is None else beside
+        for attention, resnet, more in zip(self.attentions, self.resnets[1:], beside, strict=True):
+            x = resnet(attention(x, context, pictures=more), time_embedding)
         return x
 
 
@@ -104,12 +113,14 @@ class UpBlock(Stage):
         super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
         self.upsamplers = [Upsample(out_channels, dtype)] if upsample else []
 
-    def call(self, x, skips, time_embedding, context, size=None):
+    def call(self, x, skips, time_embedding, context, size=None, beside=None):
         """Apply the block; `size` is the next level's height and width (None: twice this one's)."""
-        for resnet, attention, skip in zip(self.resnets, self.attentions, skips, strict=True):
+        beside = self.beside(None) if beside is None else beside
+        layers = zip(self.resnets, self.attentions, skips, beside, strict=True)
+        for resnet, attention, skip, more in layers:
             x = resnet(ops.concatenate([x, skip], axis=-1), time_embedding)
             if attention is not None:
-                x = attention(x, context)
+                x = attention(x, context, pictures=more)
         for upsampler in self.upsamplers:
             x = upsampler(x, size=size)
         return x
@@ -150,14 +161,14 @@ class Trunk(Block):
                 channels[-1], config.mid_depth, config.num_heads[-1], config, dtype
             )
 
-    def descend(self, x, embedding, context):
+    def descend(self, x, embedding, context, pictures=None):
         """Go down from the first feature map; return the middle's output and the skips."""
         skips = [x]
         for block in self.down_blocks:
-            x, more = block(x, embedding, context)
+            x, more = block(x, embedding, context, beside=block.beside(pictures))
             skips += more
         if self.mid_block is not None:
-            x = self.mid_block(x, embedding, context)
+            x = self.mid_block(x, embedding, context, beside=self.mid_block.beside(pictures))
         return x, skips
 
     def shapes(self, latents):
@@ -218,22 +229,33 @@ class UNet(Trunk):
         self.conv_out = conv(channels[0], config.out_channels, dtype=dtype)
 
     def call(
-        self, latents, timesteps, context, pooled=None, time_ids=None, guidance=None, control=None
+        self,
+        latents,
+        timesteps,
+        context,
+        pooled=None,
+        time_ids=None,
+        guidance=None,
+        control=None,
+        pictures=None,
     ):
         """Predict: latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
 
         SDXL also takes `pooled` (B, 1280) and `time_ids` (B, 6; the refiner's: B, 5). LCM also
         takes `guidance`, the guidance scale (B,). `control` is what ControlNets add to the skip
-        connections and, the last one, to the middle's output.
+        connections and, the last one, to the middle's output. `pictures` are the keys, values and
+        masks of image prompts for each attention to the context, in the order of computation.
         """
+        pictures = None if pictures is None else iter(pictures)
         embedding = self.embed(timesteps, pooled, time_ids, guidance)
-        x, skips = self.descend(self.conv_in(latents), embedding, context)
+        x, skips = self.descend(self.conv_in(latents), embedding, context, pictures)
         if control is not None:
             *skips, x = (own + added for own, added in zip([*skips, x], control, strict=True))
         for block in self.up_blocks:
             mine = [skips.pop() for _ in block.resnets]  # the last one first
             size = tuple(skips[-1].shape[1:3]) if skips else None
-            x = block(x, mine, embedding, context, size=size)
+            beside = block.beside(pictures)
+            x = block(x, mine, embedding, context, size=size, beside=beside)
         return self.conv_out(ops.silu(self.conv_norm_out(x)))
 
 

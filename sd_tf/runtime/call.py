@@ -14,11 +14,14 @@ import numpy as np
 
 from sd_tf.runtime.capabilities import (
     ADAPTED,
+    CONTROLNETS,
     EDITS,
     EDITS_OR_PAINTS,
     GUIDED,
+    IP_ADAPTERS,
     PAINTS,
     PLAIN,
+    SHOWN_PICTURES,
     SIZED,
     SKIPPING,
     START,
@@ -30,6 +33,7 @@ from sd_tf.runtime.capabilities import (
     WEIGHING,
     WEIGHTED,
     check_image_encoder,
+    check_vision_encoder,
     check_weights,
     use_of_picture,
 )
@@ -50,6 +54,7 @@ STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
 MOST_GUIDANCE = 1_000_000
 MOST_ADAPTED = 100  # times an adapter
 MOST_CONTROL = 100  # times what a ControlNet adds
+MOST_IMAGE_PROMPT = 100  # times what an IP-Adapter adds
 SIDES = ("height", "width")
 
 
@@ -68,7 +73,7 @@ def _of_nets(label: str, help: str, otherwise: float, **known) -> Any:
         label,
         f"{help} (default: {otherwise:g})",
         otherwise=lambda manifest: otherwise,
-        per_net=True,
+        per=CONTROLNETS,
         goes_with="control_image",
         taken_by=STEERED,
         **known,
@@ -143,7 +148,7 @@ class Call:
         "Control picture",
         "the picture that a ControlNet follows: edges, poses, whatever it was trained for",
         each=True,
-        per_net=True,
+        per=CONTROLNETS,
         taken_by=STEERED,
     )
     control_scale: float | Sequence[float] | None = _of_nets(
@@ -167,6 +172,27 @@ class Call:
         otherwise=lambda manifest: False,
         goes_with="control_image",
         taken_by=STEERED,
+    )
+    image_prompt: Any = parameter(
+        Kind.PICTURE,
+        "Picture as a prompt",
+        "a picture that says what to draw, beside the prompt (IP-Adapter); several, too",
+        each=True,
+        per=IP_ADAPTERS,
+        is_prompt=True,
+        taken_by=SHOWN_PICTURES,
+    )
+    image_prompt_scale: float | Sequence[float] | None = parameter(
+        Kind.NUMBER,
+        "Weight of the picture",
+        "how much of what an IP-Adapter adds is taken (default: 1)",
+        least=-MOST_IMAGE_PROMPT,
+        most=MOST_IMAGE_PROMPT,
+        slider=(0, 1.5, 0.05),
+        otherwise=lambda manifest: 1.0,
+        per=IP_ADAPTERS,
+        goes_with="image_prompt",
+        taken_by=SHOWN_PICTURES,
     )
     height: int | None = parameter(
         Kind.WHOLE,
@@ -324,6 +350,8 @@ class Call:
         checked = {name: _checked(known[name], values, manifest, size) for name in known}
         if self.image is not None:
             check_image_encoder(manifest)
+        if self.image_prompt is not None:
+            check_vision_encoder(manifest)
         if checked["prompt_syntax"] == WEIGHTED:
             check_weights(manifest)
         if (checked["true_guidance_scale"] or 1.0) > 1.0 and checked["negative_prompt"] is None:
@@ -374,14 +402,14 @@ class Call:
     def alike(self) -> tuple:
         """Return the values that single pictures must share to be made in one batch.
 
-        Of those that may differ, only whether there is one, for each ControlNet.
+        Of those that may differ, only whether there is one, for each of several models.
         """
 
         def shared(known: Parameter):
             value = getattr(self, known.name)
             if not known.each:
                 return value
-            if known.per_net and isinstance(value, list | tuple):
+            if known.per is not None and isinstance(value, list | tuple):
                 return tuple(one is not None for one in value)
             return value is not None
 
@@ -432,8 +460,9 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size:
         raise CallError(known.name, message)
     if known.each and known.is_many(value):
         checked = [known.check(one, manifest, size) for one in value]
-        if known.per_net and len({tuple(x is None for x in one) for one in checked}) > 1:
-            message = f"{known.name} is for the same ControlNets in all pictures of a call."
+        uses = {tuple(x is None for x in one) for one in checked} if known.per else set()
+        if len(uses) > 1:
+            message = f"{known.name} is for the same {known.per.what} in all pictures of a call."
             raise CallError(known.name, message)
         return known.gathered(checked)
     return known.check(value, manifest, size)

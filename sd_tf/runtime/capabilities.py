@@ -1,7 +1,7 @@
 """What an export can do: the conditions by which it takes, needs or offers a call's parameters."""
 
 from sd_tf.runtime.manifest import ExportError, Manifest
-from sd_tf.runtime.parameter import Condition
+from sd_tf.runtime.parameter import Condition, Per
 
 # The uses of a picture that comes with the prompt.
 START, EDIT, PAINT = "start", "edit", "paint"
@@ -45,6 +45,16 @@ ADAPTED = Condition(
 STEERED = Condition(
     "exports with ControlNets (--controlnet)", lambda manifest: bool(manifest.controls)
 )
+SHOWN_PICTURES = Condition(
+    "exports with IP-Adapters (--ip_adapter)",
+    lambda manifest: bool(manifest.image_prompts.adapters),
+)
+CONTROLNETS = Per("ControlNets", lambda manifest: [net.name for net in manifest.controls])
+IP_ADAPTERS = Per(
+    "IP-Adapters",
+    lambda manifest: manifest.image_prompts.names,
+    most=lambda manifest: manifest.image_prompts.most,
+)
 GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
 TRULY_GUIDED = Condition(
     "Flux exports with guidance by a negative prompt",
@@ -61,6 +71,15 @@ def check_image_encoder(manifest: Manifest) -> None:
     if "image_encoder" not in manifest.components:
         raise ExportError(
             "The export has no image_encoder, which an image needs. Export that component, too."
+        )
+
+
+def check_vision_encoder(manifest: Manifest) -> None:
+    """Refuse an export that cannot read the pictures of a prompt."""
+    if "vision_encoder" not in manifest.components:
+        raise ExportError(
+            "The export has no vision_encoder, which an image_prompt needs. Export that "
+            "component, too."
         )
 
 

@@ -14,11 +14,12 @@ from sd_tf.config import AUTOENCODER, LatentScale
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
 from sd_tf.runtime.controls import ControlRecord
+from sd_tf.runtime.image_prompts import NO_IMAGE_PROMPTS, ImagePrompts
 from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 8  # 8: ControlNets
+FORMAT_VERSION = 9  # 9: pictures as prompts
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -144,6 +145,7 @@ class Manifest:
     prompt_chunks: int  # each of 75 tokens; texts are tokenized to 77 · prompt_chunks ids
     adapters: AdapterPlaces
     controls: tuple[ControlRecord, ...]  # ControlNets in the loop, in the order of their inputs
+    image_prompts: ImagePrompts
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -305,6 +307,16 @@ def _from_version_6(content: dict[str, Any]) -> None:
 def _from_version_7(content: dict[str, Any]) -> None:
     """Add that there are no ControlNets."""
     content["controls"] = []
+    _from_version_8(content)
+
+
+def _from_version_8(content: dict[str, Any]) -> None:
+    """Add that no pictures are prompts."""
+    content["image_prompts"] = dataclasses.asdict(NO_IMAGE_PROMPTS) | {"adapters": []}
+
+
+# Starts of the names of a checkpoint's parts that are the component of the first one's name.
+OF_VISION = ("vision_encoder", "image_projection")
 
 
 def serves(component: str, part: str) -> bool:
@@ -313,6 +325,8 @@ def serves(component: str, part: str) -> bool:
         return True
     if part == AUTOENCODER:
         return component in ("decoder", "image_encoder")
+    if part.startswith(OF_VISION):
+        return component == OF_VISION[0]
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")
 
 
@@ -323,6 +337,7 @@ UPGRADES = {
     5: _from_version_5,
     6: _from_version_6,
     7: _from_version_7,
+    8: _from_version_8,
 }
 
 LARGE = 1 << 26

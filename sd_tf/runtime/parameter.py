@@ -48,7 +48,7 @@ class Mixture(dict):
 
 
 class Each(list):
-    """A value of a parameter for each picture, where a list has one for each ControlNet."""
+    """A value of a parameter for each picture, where a list has one for each model."""
 
 
 FILES = (Kind.PICTURE, Kind.MASK)
@@ -78,6 +78,16 @@ class Condition:
 ANY = Condition("any checkpoint", lambda manifest: True)
 NONE = Condition("no checkpoint", lambda manifest: False)
 
+
+@dataclass(frozen=True)
+class Per:
+    """Models of an export, for each of which a parameter may have a value of its own."""
+
+    what: str  # such models, for messages
+    names: Callable[[Manifest], Sequence[str]]
+    most: Callable[[Manifest], int] | None = None  # pictures for each of them; None: one
+
+
 Bound = float | Callable[[Manifest], float] | None
 
 
@@ -97,7 +107,8 @@ class Parameter:
     choices: Callable[[Manifest], Sequence[str]] | None = None
     otherwise: Callable[[Manifest], Any] | None = None  # the default where the export decides it
     each: bool = False  # one value for all pictures, or one for each
-    per_net: bool = False  # one value for all ControlNets, or a list with one for each
+    per: Per | None = None  # one value for all of these models, or a list with one for each
+    is_prompt: bool = False  # of a picture: it is taken as the vision encoder takes it
     goes_with: str | None = None  # the parameter without which this one has no meaning
     taken_by: Condition = ANY
     needed_by: Condition = NONE
@@ -165,7 +176,7 @@ class Parameter:
         """Whether `value` holds one value for each picture, not one for all."""
         if isinstance(value, np.ndarray):
             return value.ndim == RANKS.get(self.kind, 0) + 1
-        if self.per_net:
+        if self.per is not None:
             return isinstance(value, Each)
         return self.each and isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
@@ -177,35 +188,58 @@ class Parameter:
         Args:
             size: of the pictures; None: the export's first.
         """
-        if self.per_net:
-            return self._of_nets(value, manifest, size)
+        if self.per is not None:
+            return self._of_models(value, manifest, size)
         return self._one(value, manifest, size)
 
     def gathered(self, values: Sequence) -> Sequence:
         """Put the values of several pictures together, one for each."""
-        return Each(values) if self.per_net else [*values]
+        return [*values] if self.per is None else Each(values)
 
-    def _of_nets(self, value: Any, manifest: Manifest | None, size: Size | None) -> Any:
-        """Return a checked value for each ControlNet; None where a list has none for it.
+    def _of_models(self, value: Any, manifest: Manifest | None, size: Size | None) -> Any:
+        """Return a checked value for each model; None where a list has none for it.
 
-        Without a manifest, one value stays one.
+        Without a manifest, one value stays one. Where a model takes several pictures, a list for
+        the only model may be these.
         """
         is_list = isinstance(value, list | tuple)
         if manifest is None:
             if not is_list:
                 return self._one(value, None, size)
             return tuple(None if one is None else self._one(one, None, size) for one in value)
-        values = value if is_list else [value] * len(manifest.controls)
-        if len(values) != len(manifest.controls):
-            names = ", ".join(net.name for net in manifest.controls)
+        names = self.per.names(manifest)
+        if is_list and self._takes_several and len(names) == 1:
+            is_of_models = all(one is None or isinstance(one, list | tuple) for one in value)
+            value = value if is_of_models and len(value) == 1 else [value]
+        values = value if is_list else [value] * len(names)
+        if len(values) != len(names):
             raise CallError(
                 self.name,
-                f"{self.name} is one for all or one for each of the export's ControlNets, "
-                f"{names}. Received: {len(values)}",
+                f"{self.name} is one for all or one for each of the export's {self.per.what}, "
+                f"{', '.join(names)}. Received: {len(values)}",
             )
         otherwise = self.default_for(manifest)
         values = [otherwise if one is None else one for one in values]
-        return tuple(None if one is None else self._one(one, manifest, size) for one in values)
+        read = self._several if self._takes_several else self._one
+        return tuple(None if one is None else read(one, manifest, size) for one in values)
+
+    @property
+    def _takes_several(self) -> bool:
+        return self.is_file and self.per is not None and self.per.most is not None
+
+    def _several(self, value: Any, manifest: Manifest, size: Size | None) -> tuple:
+        """Return a model's checked pictures, of which there may be several."""
+        values, most = (
+            value if isinstance(value, list | tuple) else [value],
+            self.per.most(manifest),
+        )
+        if not 1 <= len(values) <= most:
+            raise CallError(
+                self.name,
+                f"{self.name} is 1 to {most} pictures for each of the export's {self.per.what} "
+                f"(--image_prompts). Received: {len(values)}",
+            )
+        return tuple(self._one(one, manifest, size) for one in values)
 
     def _one(self, value: Any, manifest: Manifest | None, size: Size | None) -> Any:
         if self.is_file or self.kind is Kind.ARRAY:
@@ -219,7 +253,7 @@ class Parameter:
         """Parse a value from a command line or a cell of a table."""
         parse = PARSERS.get(self.kind, str)
         try:
-            is_list = self.per_net and "," in text
+            is_list = self.per is not None and "," in text
             return [parse(part) for part in text.split(",")] if is_list else parse(text)
         except (ValueError, KeyError) as error:
             raise self.refusal(text) from error
@@ -253,6 +287,8 @@ class Parameter:
 
     def _array(self, value: Any, manifest: Manifest, size: Size) -> np.ndarray:
         try:
+            if self.is_prompt:
+                return pictures.middle(value, manifest.image_prompts.size)
             if self.kind is Kind.PICTURE:
                 return pictures.levels(value, size[::-1])
             if self.kind is Kind.MASK:

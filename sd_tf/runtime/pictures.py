@@ -14,6 +14,10 @@ from sd_tf.errors import SdTfError
 # The only formats that are decoded: Pillow has decoders that start programs, as EPS, and that fill
 # the memory before the size of the picture is known, as ICO.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF")
+# Of the pictures that CLIP was trained with, by channel.
+CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], "float32")
+CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], "float32")
+MOST_RATIO = 50  # of the sides of a picture that is a prompt, which is scaled by its short one
 MARGIN = 8  # pixels around each picture of a contact sheet
 
 
@@ -87,6 +91,27 @@ def levels(picture, size: tuple[int, int]) -> np.ndarray:
     return _checked(picture, (size[1], size[0], 3))
 
 
+def middle(picture, size: int) -> np.ndarray:
+    """Return the middle square of a picture as uint8 (S, S, 3), as CLIP's vision encoder takes it.
+
+    The whole picture, a PIL image or an array, is scaled by its short side before it is cropped.
+    """
+    if not isinstance(picture, Image.Image):
+        array = np.asarray(picture)
+        picture = Image.fromarray(_checked(array, (*array.shape[:2], 3)))
+    image = to_rgb(picture)
+    short, long = sorted(image.size)
+    if long > MOST_RATIO * short:
+        raise ValueError(
+            f"A picture that is a prompt is at most {MOST_RATIO} times as long as it is wide. "
+            f"Received: {image.width} × {image.height}"
+        )
+    sides = [size if side == short else int(size * long / short) for side in image.size]
+    left, top = ((side - size) // 2 for side in sides)
+    scaled = image.resize(sides, Image.Resampling.BICUBIC)
+    return np.asarray(scaled.crop((left, top, left + size, top + size)))
+
+
 def grays(picture, size: tuple[int, int]) -> np.ndarray:
     """Return a mask as uint8 (H, W): a PIL image scaled to `size`, or an array of it."""
     if isinstance(picture, Image.Image):
@@ -111,6 +136,11 @@ def _checked(picture, expected: tuple[int, ...]) -> np.ndarray:
 def to_model(pictures: np.ndarray) -> np.ndarray:
     """Convert uint8 pictures to float32 in [-1, 1], as the models take them."""
     return pictures.astype("float32") / 127.5 - 1.0
+
+
+def to_vision(pictures: np.ndarray) -> np.ndarray:
+    """Convert uint8 pictures to float32 as CLIP's vision encoder takes them."""
+    return (pictures.astype("float32") / np.float32(255) - CLIP_MEAN) / CLIP_STD
 
 
 def contact_sheet(images: np.ndarray) -> Image.Image:

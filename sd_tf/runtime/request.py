@@ -9,6 +9,7 @@ from sd_tf.runtime.adapter_places import ADAPTER_SCALES, AdapterPlaces
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import EDIT, use_of_picture
 from sd_tf.runtime.controls import calls_of, inputs_of
+from sd_tf.runtime.image_prompts import ImagePrompts, scales_input
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.sampling.tables import start_row
@@ -29,6 +30,7 @@ class Request:
     negative_time_ids: np.ndarray | None
     adapters: Mapping[str, np.ndarray]  # the models' further input; none without places
     controls: Mapping[str, np.ndarray]  # the loop's inputs for ControlNets, but their pictures
+    image_prompts: Mapping[str, np.ndarray]  # its inputs for IP-Adapters, but the tokens
 
     @property
     def shared(self) -> Call:
@@ -67,6 +69,7 @@ def read_request(manifest: Manifest, call: Call) -> Request:
         negative_time_ids=negative_time_ids,
         adapters=_scales(manifest.adapters, shared.adapters or {}),
         controls=_controls(manifest, shared, start, calls),
+        image_prompts=_image_prompts(manifest.image_prompts, shared),
     )
 
 
@@ -89,6 +92,17 @@ def _controls(manifest: Manifest, call: Call, first: int, calls: int) -> dict[st
         for start, end in zip(call.control_start, call.control_end, strict=True)
     ]
     return inputs_of(scales, shares, call.control_guess or manifest.controls[0].pools)
+
+
+def _image_prompts(prompts: ImagePrompts, call: Call) -> dict[str, np.ndarray]:
+    """Return the scale of each IP-Adapter, 0 for one without a picture."""
+    if call.image_prompt is None:
+        return scales_input(prompts, [0.0] * len(prompts.adapters))
+    scales = [
+        0.0 if pictures is None else scale
+        for pictures, scale in zip(call.image_prompt, call.image_prompt_scale, strict=True)
+    ]
+    return scales_input(prompts, scales)
 
 
 def _scales(places: AdapterPlaces, adapters: Mapping[str, float]) -> dict[str, np.ndarray]:

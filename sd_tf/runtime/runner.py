@@ -11,8 +11,9 @@ import numpy as np
 from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.capabilities import EDIT, WEIGHTED, use_of_picture
 from sd_tf.runtime.controls import image_input
+from sd_tf.runtime.image_prompts import GIVEN, blank_inputs, shown_of, tokens_of
 from sd_tf.runtime.manifest import ExportError, Manifest
-from sd_tf.runtime.pictures import to_model
+from sd_tf.runtime.pictures import to_model, to_vision
 from sd_tf.runtime.request import Request
 from sd_tf.runtime.shapes import Shape
 
@@ -25,7 +26,9 @@ CALLED = {
     "diffusion_model": ("noise", "begin", "begin_image", "segment"),
     "decoder": ("serving_default",),
     "image_encoder": ("serving_default",),
+    "vision_encoder": ("serving_default",),
 }
+NOTHING = 0  # in place of a picture's key: no picture
 PAINTED = 128  # of 255: from here on a mask says "paint"
 
 # Called on the way with (model calls done, calls in all, latents (B, h, w, 4)); returning False
@@ -102,6 +105,9 @@ class Runner(ABC):
         image_latent = self._encode_images(request, chunk, conditions)
         if request.shared.image is not None:
             clock.stop("image_encoder")
+        conditions |= self._image_prompts(request, chunk)
+        if request.shared.image_prompt is not None:
+            clock.stop("vision_encoder")
         latents = self._denoise(request, chunk, conditions, image_latent, watch)
         clock.stop("diffusion_model")
         images = self.decode(latents)
@@ -134,7 +140,8 @@ class Runner(ABC):
         }
         state = self._begin(request, chunk, seeds, steps, image_latent)
         control = {**request.controls, **self._control_pictures(request, chunk)}
-        inputs = {**conditions, **steps, **self._scales(request), **request.adapters, **control}
+        scales = {**self._scales(request), **request.adapters, **request.image_prompts}
+        inputs = {**conditions, **steps, **scales, **control}
         inputs["seed"] = seeds
         calls = request.model_calls
         every = watch.every if watch.callback is not None else calls
@@ -165,6 +172,44 @@ class Runner(ABC):
             for found, picture in zip(of_nets.values(), pictures, strict=True):
                 found.append(black if picture is None else picture)
         return {name: np.stack(all_) / np.float32(255) for name, all_ in of_nets.items()}
+
+    def _image_prompts(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
+        """Return the tokens of the pictures that are prompts; none where a call has none."""
+        prompts = self.manifest.image_prompts
+        found = blank_inputs(prompts, len(chunk))
+        if request.shared.image_prompt is None:
+            return found
+        rows = request.chunk("image_prompt", chunk)
+        pictures = {id(one): one for row in rows for own in row for one in own or ()}
+        encoded = self._encoded(pictures, prompts.size, request.shape(chunk))
+        for number, adapter in enumerate(prompts.adapters):
+            tokens, shown = found[tokens_of(number)], found[shown_of(number)]
+            places = (prompts.most, adapter.tokens, prompts.width)
+            nothing = encoded[NOTHING][tokens_of(number)]
+            found[f"unconditional_{tokens_of(number)}"][:] = np.tile(nothing, (prompts.most, 1))
+            for row, own in zip(tokens, rows, strict=True):
+                for place, picture in zip(row.reshape(places), own[number] or (), strict=False):
+                    place[:] = encoded[id(picture)][tokens_of(number)]
+            for row, own in zip(shown, rows, strict=True):
+                row[: len(own[number] or ())] = 1.0
+        return found
+
+    def _encoded(self, pictures: Mapping[int, np.ndarray], size: int, shape: Shape) -> dict:
+        """Encode each picture once, and that there is none; return the tokens by the same keys."""
+        everything = {NOTHING: np.zeros((size, size, 3), "uint8"), **pictures}
+        keys, found = list(everything), {}
+        for start in range(0, len(keys), shape.batch_size):
+            batch = keys[start : start + shape.batch_size]
+            filled = batch + [NOTHING] * (shape.batch_size - len(batch))
+            inputs = {
+                "pictures": to_vision(np.stack([everything[key] for key in filled])),
+                GIVEN: np.array([key != NOTHING for key in filled], "float32"),
+            }
+            outputs = self.call("vision_encoder", "serving_default", shape, **inputs)
+            outputs = {name: self.to_host(value) for name, value in outputs.items()}
+            for place, key in enumerate(batch):
+                found[key] = {name: value[place] for name, value in outputs.items()}
+        return found
 
     def _begin(self, request: Request, chunk: range, seeds, steps, image_latent) -> dict[str, Any]:
         """Return the state before the first model call: noise, or a picture with noise."""

@@ -1,7 +1,7 @@
 """A checkpoint of any format: its configuration, tensors by component, and tokenizers."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import keras
@@ -43,6 +43,7 @@ class Checkpoint:
     missing: tuple[str, ...] = ()  # components that the source lacks
     embeddings: tuple[Embedding, ...] = ()  # what was added to the tensors and tokenizers
     controlnets: tuple[str, ...] = ()  # the names of those that were added, in their order
+    image_adapters: tuple[str, ...] = ()  # the names of IP-Adapters, likewise
 
     def tensors(self, component: str) -> dict[str, StoredTensor]:
         if component in self.missing:
@@ -53,6 +54,15 @@ class Checkpoint:
                 f"Received: {component!r}"
             )
         return self.readers[component]()
+
+    def with_parts(self, found: Mapping[str, Mapping[str, StoredTensor]]) -> "Checkpoint":
+        """Return the checkpoint with the tensors of further components."""
+        readers = {part: (lambda tensors=tensors: dict(tensors)) for part, tensors in found.items()}
+        paths = self.paths
+        if paths is not None:
+            files = {part: {t.file for t in tensors.values()} for part, tensors in found.items()}
+            paths = {**paths, **{part: sorted(names) for part, names in files.items()}}
+        return replace(self, readers={**self.readers, **readers}, paths=paths)
 
     def check_complete(self) -> None:
         """Raise if the source lacks components that the pipeline needs."""

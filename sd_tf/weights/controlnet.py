@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import keras
 
 from sd_tf.config import ConfigError, ControlNetConfig
+from sd_tf.config.image_prompts import numbered
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights import layout
 from sd_tf.weights.checkpoint import Checkpoint
@@ -32,10 +33,7 @@ def with_controlnets(checkpoint: Checkpoint, nets: Sequence[ControlNetCheckpoint
     Raises:
         CheckpointError: a net is for another kind of checkpoint.
     """
-    parts = {
-        net.config.component if number == 1 else f"{net.config.component}_{number}": net
-        for number, net in enumerate(nets, start=1)
-    }
+    parts = {numbered(net.config.component, number): net for number, net in enumerate(nets)}
     for net in nets:
         try:
             replace(checkpoint.config, controlnets={"controlnet": net.config}).check()
@@ -43,19 +41,9 @@ def with_controlnets(checkpoint: Checkpoint, nets: Sequence[ControlNetCheckpoint
             raise CheckpointError(
                 f"{net.source} does not fit {checkpoint.source}: {error}"
             ) from error
-    found = {part: net.tensors for part, net in parts.items()}
-    readers = {part: (lambda tensors=tensors: dict(tensors)) for part, tensors in found.items()}
-    paths = checkpoint.paths
-    if paths is not None:
-        of_nets = {
-            part: sorted({t.file for t in tensors.values()}) for part, tensors in found.items()
-        }
-        paths = {**paths, **of_nets}
     controlnets = {part: net.config for part, net in parts.items()}
     return replace(
-        checkpoint,
+        checkpoint.with_parts({part: net.tensors for part, net in parts.items()}),
         config=replace(checkpoint.config, controlnets=controlnets),
-        readers={**checkpoint.readers, **readers},
-        paths=paths,
         controlnets=tuple(net.name for net in nets),
     )

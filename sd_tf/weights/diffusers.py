@@ -7,7 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from sd_tf.config import PipelineConfig, T5EncoderConfig, TextEncoderConfig, latent_inputs_of
+from sd_tf.config import (
+    PipelineConfig,
+    T5EncoderConfig,
+    TextEncoderConfig,
+    VisionEncoderConfig,
+    latent_inputs_of,
+)
 from sd_tf.errors import SdTfError
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import (
@@ -144,7 +150,8 @@ def understood(path: Path) -> Iterator[None]:
 
 def weights_stem(component: str) -> str:
     """Return how the names of a component's weights begin."""
-    return "model" if component.startswith(TEXT_ENCODER) else "diffusion_pytorch_model"
+    is_transformers = component.startswith((TEXT_ENCODER, VisionEncoderConfig.component))
+    return "model" if is_transformers else "diffusion_pytorch_model"
 
 
 def choose_weights(files: Iterable[str], component: str, variant: str | None = None) -> str:

@@ -15,6 +15,7 @@ from sd_tf.config import (
     ConfigError,
     TextEncoderConfig,
     UNetConfig,
+    VisionEncoderConfig,
 )
 
 # diffusers' class of a block → whether the block has attention.
@@ -130,6 +131,26 @@ def write_text_encoder(config: TextEncoderConfig) -> dict:
         "eos_token_id": 2 if config.eos_token_id is None else config.eos_token_id,
         "pad_token_id": config.pad_token_id,
     }
+
+
+def read_vision_encoder(raw, where: str) -> VisionEncoderConfig:
+    """Read the `config.json` of CLIP's vision encoder."""
+    fields = Fields(raw, where)
+    fields.require("model_type", "clip_vision_model", default="clip_vision_model")
+    fields.require("num_channels", 3, default=3)
+    config = VisionEncoderConfig(
+        hidden_size=fields.take("hidden_size", 768),
+        intermediate_size=fields.take("intermediate_size", 3072),
+        num_layers=fields.take("num_hidden_layers", 12),
+        num_heads=fields.take("num_attention_heads", 12),
+        patch_size=fields.take("patch_size", 32),
+        image_size=fields.take("image_size", 224),
+        projection_dim=fields.take("projection_dim", 512),
+        activation=fields.choose("hidden_act", ACTIVATIONS, "quick_gelu"),
+        layer_norm_eps=fields.take("layer_norm_eps", 1e-5),
+    )
+    fields.finish(TRANSFORMERS_HARMLESS)
+    return config
 
 
 def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:

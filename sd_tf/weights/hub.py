@@ -43,10 +43,28 @@ def fetch(
     )
 
 
-def fetch_model(repo_id: str) -> Path:
-    """Download a single model, which is not a pipeline: a ControlNet. Return its local folder."""
+def fetch_model(repo_id: str, inside: str = "", component: str | None = None) -> Path:
+    """Download a single model, which is not a pipeline: a ControlNet. Return its local folder.
+
+    Args:
+        inside: the folder in the repository where it lies.
+        component: what it is called in a checkpoint; None: as the repository.
+    """
+    name = repo_id if component is None else component
+    start = f"{inside}/" if inside else ""
     return _fetched(
-        repo_id, lambda: _download_model(repo_id), lambda reason: _cached_model(repo_id, reason)
+        repo_id,
+        lambda: _download_model(repo_id, start, name),
+        lambda reason: _cached_model(repo_id, start, name, reason),
+    )
+
+
+def fetch_file(repo_id: str, name: str) -> Path:
+    """Download a file of a repository; without a network, find it in the cache."""
+    return _fetched(
+        repo_id,
+        lambda: Path(hf_hub_download(repo_id, name)),
+        lambda reason: _cached(repo_id, name, None, reason) / Path(name).name,
     )
 
 
@@ -66,24 +84,30 @@ def _fetched(repo_id: str, download: Callable[[], Path], from_cache: Callable) -
         ) from error
 
 
-def _download_model(repo_id: str) -> Path:
-    files = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings]
+def _download_model(repo_id: str, start: str, component: str) -> Path:
+    """Download the model whose files' names begin so."""
+    siblings = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings]
+    files = [name.removeprefix(start) for name in siblings if name.startswith(start)]
     if CONFIG not in files:
-        raise CheckpointError(f"this is not a model in diffusers' format: it has no {CONFIG}.")
-    weights = choose_weights(files, repo_id, None)
-    folder = Path(hf_hub_download(repo_id, CONFIG)).parent
-    for name in [
-        weights,
-        *shards_of(Path(hf_hub_download(repo_id, weights, revision=folder.name))),
-    ]:
-        hf_hub_download(repo_id, name, revision=folder.name)
+        raise CheckpointError(
+            f"this is not a model in diffusers' format: it has no {start}{CONFIG}."
+        )
+    weights = choose_weights([name for name in files if "/" not in name], component, None)
+    folder = Path(hf_hub_download(repo_id, start + CONFIG)).parent
+    commit = folder.parents[start.count("/") - 1].name if start else folder.name
+
+    def get(name: str) -> Path:
+        return Path(hf_hub_download(repo_id, start + name, revision=commit))
+
+    for name in shards_of(get(weights)):
+        get(name)
     return folder
 
 
-def _cached_model(repo_id: str, reason: Exception) -> Path:
-    folder = _cached(repo_id, CONFIG, None, reason)
+def _cached_model(repo_id: str, start: str, component: str, reason: Exception) -> Path:
+    folder = _cached(repo_id, start + CONFIG, None, reason)
     try:
-        weights = choose_weights([path.name for path in folder.iterdir()], repo_id, None)
+        weights = choose_weights([path.name for path in folder.iterdir()], component, None)
         if lacking := [
             name for name in shards_of(folder / weights) if not (folder / name).is_file()
         ]:

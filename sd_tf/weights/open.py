@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sd_tf.config import FAMILIES, SAMPLERS
+from sd_tf.config import FAMILIES, SAMPLERS, VisionEncoderConfig
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
 from sd_tf.weights import diffusers_controlnet, single_file_controlnet
 from sd_tf.weights.added_tokens import with_embeddings
@@ -14,9 +14,17 @@ from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
 from sd_tf.weights.diffusers import open_folder
 from sd_tf.weights.diffusers_controlnet import is_controlnet_folder
 from sd_tf.weights.diffusers_pipelines import MODEL_INDEX
+from sd_tf.weights.image_prompts import (
+    ENCODER_FOLDER,
+    open_image_adapter,
+    open_vision_encoder,
+    with_image_prompts,
+)
 from sd_tf.weights.merge import merge_files
 from sd_tf.weights.single_file import open_file
 
+# A file or a folder in a repository of the Hub: OWNER/NAME/PATH.
+HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*)")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # no . or .. as a part: those are paths
 KERASCV = "kerascv:"
 WHICH_TAKE = {  # parameter → the sources that it is for
@@ -44,6 +52,8 @@ def open_checkpoint(
     lora: Sequence[tuple[str | Path, float]] = (),
     embeddings: Sequence[str | Path] = (),
     controlnet: Sequence[str | Path] = (),
+    ip_adapter: Sequence[str | Path] = (),
+    image_encoder: str | Path | None = None,
     incomplete: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
@@ -66,6 +76,10 @@ def open_checkpoint(
             is called TOKEN; without it, a token is called what its file calls it.
         controlnet: ControlNets that steer the denoiser, in the order in which a call gives their
             pictures: see `open_controlnet`.
+        ip_adapter: IP-Adapters, by which pictures are prompts, too, in the order in which a call
+            gives them: `.safetensors` files, or files on the Hub (`owner/name/folder/file`).
+        image_encoder: the folder of their vision encoder, or one on the Hub (`owner/name/folder`).
+            None: `image_encoder` beside the first adapter's file.
         incomplete: open a single file that lacks components, too. They cannot be built.
     """
     checkpoint = _open(
@@ -86,7 +100,44 @@ def open_checkpoint(
         checkpoint = with_embeddings(checkpoint, embeddings)
     if controlnet:
         checkpoint = with_controlnets(checkpoint, [open_controlnet(net) for net in controlnet])
+    if ip_adapter:
+        files = [_file_of(adapter) for adapter in ip_adapter]
+        if image_encoder is None:
+            encoder = _encoder_beside(ip_adapter[0], files[0])
+        else:
+            encoder = _folder_of(image_encoder)
+        adapters = [open_image_adapter(file) for file in files]
+        checkpoint = with_image_prompts(checkpoint, adapters, open_vision_encoder(encoder))
+    elif image_encoder is not None:
+        raise CheckpointError("`image_encoder` goes with `ip_adapter`: give both, or neither.")
     return checkpoint
+
+
+def _file_of(source: str | Path) -> Path:
+    """Return an IP-Adapter's file, from the Hub where there is none of that name."""
+    path = Path(source).expanduser()
+    if not path.exists() and (match := HUB_FILE.fullmatch(str(source))):
+        from sd_tf.weights import hub
+
+        return hub.fetch_file(match[1], match[2])
+    return path
+
+
+def _folder_of(source: str | Path) -> Path:
+    """Return a vision encoder's folder, from the Hub where there is none of that name."""
+    path = Path(source).expanduser()
+    if not path.exists() and (match := HUB_FILE.fullmatch(str(source))):
+        from sd_tf.weights import hub
+
+        return hub.fetch_model(match[1], match[2], VisionEncoderConfig.component)
+    return path
+
+
+def _encoder_beside(source: str | Path, file: Path) -> Path:
+    """Return the folder of the vision encoder that was published with an adapter."""
+    if Path(source).expanduser().exists():
+        return file.parent / ENCODER_FOLDER
+    return _folder_of(f"{str(source).rpartition('/')[0]}/{ENCODER_FOLDER}")
 
 
 def open_controlnet(source: str | Path) -> ControlNetCheckpoint:

@@ -122,7 +122,7 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
 
 def _cell(known: Parameter, value: Any) -> Any:
     """Return a parameter's value as a cell of a table has it."""
-    if known.per_net and isinstance(value, str):
+    if known.per is not None and isinstance(value, str):
         return [value]
     return str(value) if isinstance(value, Mixture) else value
 
@@ -145,7 +145,9 @@ def _table(unit: Unit, pngs: list[bytes]) -> bytes:
     }
     known = row_parameters()
     of_one = {name: types[one.kind] for name, one in known.items()}
-    lists = {name: pyarrow.list_(of_one[name]) for name, one in known.items() if one.per_net}
+    lists = {
+        name: pyarrow.list_(of_one[name]) for name, one in known.items() if one.per is not None
+    }
     schema = {ID: pyarrow.string(), **of_one, **lists}
     columns = {
         name: [_cell(one, getattr(row.call, name)) for row in unit.rows]

@@ -167,9 +167,12 @@ def _values(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return values
 
 
-def _paths(known: Parameter, value: Any, folder: Path) -> str | list[str | None]:
-    """Return the whole paths of a row's pictures; an empty one of several stands for none."""
-    if known.per_net and isinstance(value, list | tuple):
+def _paths(known: Parameter, value: Any, folder: Path) -> str | list:
+    """Return the whole paths of a row's pictures; an empty one of several stands for none.
+
+    An entry for one of several models may be a list, where it takes several pictures.
+    """
+    if known.per is not None and isinstance(value, list | tuple):
         return [_paths(known, one, folder) if one else None for one in value]
     if not isinstance(value, str):
         raise ValueError(f"{known.name} is a path. Received: {value!r}")
@@ -194,7 +197,7 @@ def _with_pictures(values: Mapping[str, Any], read: Callable) -> dict[str, Any]:
 
     def of(name, value):
         if isinstance(value, list):
-            return [None if path is None else of_path(name, path) for path in value]
+            return [None if path is None else of(name, path) for path in value]
         return of_path(name, value)
 
     known = row_parameters()

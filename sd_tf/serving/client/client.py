@@ -144,7 +144,11 @@ class ServerRunner(Runner):
         """Make one batch, with one version of all models."""
         if self._is_whole:
             return self._run_whole(request, chunk)
-        components = [*NEEDED, *(["image_encoder"] if request.shared.image is not None else [])]
+        components = [*NEEDED]
+        if request.shared.image is not None:
+            components.append("image_encoder")
+        if request.shared.image_prompt is not None:
+            components.append("vision_encoder")
         self._batch.version = self._choose(components)
         try:
             return super().run(request, chunk, tokens, watch)

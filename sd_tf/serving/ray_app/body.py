@@ -81,8 +81,9 @@ TYPE_NAMES = _NAMES | {f"list[{name}]" for name in _NAMES}
 def field_of(known: Parameter) -> tuple[Any, Any]:
     """Return a parameter's type and pydantic field; its bounds are checked by the call itself."""
     kind = TYPES[known.kind]
-    if known.per_net:
-        kind = kind | Annotated[list[kind | None], Field(fail_fast=True)]
+    if known.per is not None:
+        one = kind if known.per.most is None or not known.is_file else kind | list[kind]
+        kind = kind | Annotated[list[one | None], Field(fail_fast=True)]
     elif known.each and not known.is_file:
         kind = kind | Annotated[list[kind], Field(fail_fast=True)]
     least, above, most = known.bounds()
@@ -201,19 +202,20 @@ def form_fields(
             "default": defaults.get(name, known.default_for(manifest)),
             "required": known.is_required or known.needed_by.holds(manifest),
             "goes_with": known.goes_with,
-            "per_net": known.per_net,
+            "per_model": known.per is not None,
+            "is_prompt": known.is_prompt,
         }
         if known.choices is not None:
             field["choices"] = list(known.choices(manifest))
-        fields += _of_nets(field, manifest) if known.per_net else [field]
+        fields += [field] if known.per is None else _of_models(field, known.per.names(manifest))
     if len(manifest.shapes.sizes) > 1:
         fields.append(_size_field(manifest.shapes))
     return fields
 
 
-def _of_nets(field: dict[str, Any], manifest: Manifest) -> list[dict[str, Any]]:
-    """Return a field for each ControlNet, which the page sends as one list."""
-    if len(manifest.controls) == 1:
+def _of_models(field: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a field for each of several models, which the page sends as one list."""
+    if len(names) == 1:
         return [field]
 
     def numbered(name: str | None, number: int) -> str | None:
@@ -224,9 +226,9 @@ def _of_nets(field: dict[str, Any], manifest: Manifest) -> list[dict[str, Any]]:
             **field,
             "name": numbered(field["name"], number),
             "goes_with": numbered(field["goes_with"], number),
-            "label": f"{field['label']}: {net.name}",
+            "label": f"{field['label']}: {model}",
         }
-        for number, net in enumerate(manifest.controls, start=1)
+        for number, model in enumerate(names, start=1)
     ]
 
 
@@ -241,7 +243,8 @@ def _size_field(shapes: Shapes) -> dict[str, Any]:
         "default": "{}x{}".format(*shapes.sizes[0]),
         "required": True,
         "goes_with": None,
-        "per_net": False,
+        "per_model": False,
+        "is_prompt": False,
     }
 
 
@@ -254,10 +257,10 @@ def opened(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pictures(name: str, value: str | Sequence[str | None]) -> Any:
+def _pictures(name: str, value: str | Sequence) -> Any:
     if isinstance(value, str):
         return _picture(name, value)
-    return [None if one is None else _picture(name, one) for one in value]
+    return [None if one is None else _pictures(name, one) for one in value]
 
 
 def _picture(name: str, content: str) -> Image.Image:

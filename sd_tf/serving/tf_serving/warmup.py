@@ -18,6 +18,7 @@ from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 
 from sd_tf.runtime.capabilities import takes_weights
 from sd_tf.runtime.controls import inputs_of
+from sd_tf.runtime.image_prompts import GIVEN, SCALES, shown_of
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape, Size
@@ -112,6 +113,9 @@ class Values:
             "history": 0,
             "mask": 1,
             **inputs_of([1.0] * nets, [(0, calls[steps - 1])] * nets, guesses=False),
+            SCALES: 1,
+            GIVEN: 1,
+            **{shown_of(n): 1 for n in range(len(manifest.image_prompts.adapters))},
         }
 
     def __call__(self, name: str, tensor, count: int, size: Size) -> np.ndarray:

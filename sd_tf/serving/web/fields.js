@@ -12,7 +12,7 @@ const CONTROLS = {
   size: sizeSelect,
   mixture: (field) => mixture.control(field, common(field)),
   switch: tick,
-  picture: (field) => (field.per_net ? shownFileInput(field) : fileInput(field)),
+  picture: (field) => (field.per_model ? shownFileInput(field) : fileInput(field)),
   mask: fileInput,
 };
 const MAY_BE_LEFT_OUT = ["text", "picture"]; // labelled optional; the others always have a value
@@ -21,14 +21,15 @@ export const isFile = (field) => field.kind === "picture" || field.kind === "mas
 export const isTick = (field) => field.kind === "switch";
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
-const steers = ({ name, goes_with: other }) =>
-  [name, other].some((one) => one?.startsWith("control_image"));
+const STEERING = ["control_image", "image_prompt"]; // pictures beside the one to start from
+const steering = ({ name, goes_with: other }) =>
+  STEERING.find((start) => [name, other].some((one) => one?.startsWith(start)));
 
-// Order: pictures and the fields that go with them, those of ControlNets, texts, the size and the
-// other small fields, adapters, the seed last.
+// Order: pictures and the fields that go with them, those of ControlNets, those of IP-Adapters,
+// texts, the size and the other small fields, adapters, the seed last.
 export function build(fields) {
-  const control = fields.filter(steers);
-  const pictures = fields.filter((field) => goesWithFile(field) && !steers(field));
+  const groups = STEERING.map((start) => fields.filter((field) => steering(field) === start));
+  const pictures = fields.filter((field) => goesWithFile(field) && !steering(field));
   const others = fields.filter((field) => !goesWithFile(field));
   const texts = others.filter((field) => field.kind === "text");
   const seeds = others.filter((field) => field.kind === "seed");
@@ -39,7 +40,7 @@ export function build(fields) {
   const small = [...sizes, ...rest.filter((field) => !sizes.includes(field))];
   return [
     ...(pictures.length > 0 ? [pair([...pictures.map(fieldOf), chosenPicture()])] : []),
-    ...(control.length > 0 ? [pair(control.map(fieldOf))] : []),
+    ...groups.filter((group) => group.length > 0).map((group) => pair(group.map(fieldOf))),
     ...texts.map(fieldOf),
     pair(small.map(fieldOf)),
     ...mixtures.map(fieldOf),
@@ -133,9 +134,15 @@ function fileInput(field) {
   return element("input", { ...common(field), type: "file", accept: "image/*", title });
 }
 
-// A file input with the picture as a ControlNet sees it: in the size that is drawn.
+// A file input with the picture as it is seen: by a ControlNet in the size that is drawn, by an
+// IP-Adapter the middle square.
 function shownFileInput(field) {
-  const seen = element("img", { id: `${field.name}-seen`, alt: "What is followed", hidden: "" });
+  const seen = element("img", {
+    id: `${field.name}-seen`,
+    alt: field.is_prompt ? "What is looked at" : "What is followed",
+    hidden: "",
+    ...(field.is_prompt ? { class: "square" } : {}),
+  });
   return element("div", { class: "seen" }, fileInput(field), seen);
 }
 

@@ -1,4 +1,4 @@
-// Parameters with a value for each ControlNet: a field for each value, and one list in a request.
+// Parameters with a value for each of several models: a field for each value, and one list in a request.
 
 const MANY = /^(.+)-(\d+)$/; // the name of such a field: the list's, and the place in it
 
@@ -6,7 +6,7 @@ const MANY = /^(.+)-(\d+)$/; // the name of such a field: the list's, and the pl
 export const has = (request, name) =>
   Object.keys(request).some((given) => given === name || MANY.exec(given)?.[1] === name);
 
-// Returns a request with the values of each list put together; null where a net has none.
+// Returns a request with the values of each list put together; null where a model has none.
 export function gathered(request, fields) {
   const found = { ...request };
   for (const { name } of fields) {
@@ -22,7 +22,7 @@ export function gathered(request, fields) {
 // Returns a picture's parameters with each value of a list under its field's name.
 export function spread(parameters, fields) {
   const found = { ...parameters };
-  for (const { name } of fields.filter((field) => field.per_net)) {
+  for (const { name } of fields.filter((field) => field.per_model)) {
     const [, list, number] = MANY.exec(name) ?? [null, name, 1];
     if (Array.isArray(parameters[list])) found[name] = parameters[list][number - 1];
   }

@@ -17,9 +17,9 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 MOST_PARTS = 100
 LONGEST_VALUE = 1 << 16  # bytes of a field that is no file
-# Fields that are files; those for ControlNets may be texts, too, which are base64.
-CONTROL_FILES = ("control_image",)
-FILES = ("image", "mask", *CONTROL_FILES)
+# Fields that are files; those of the call's own parameters may be texts, too, which are base64.
+STEERING_FILES = ("control_image", "image_prompt")
+FILES = ("image", "mask", *STEERING_FILES)
 # The names of fields with several values: NAME[] for each value of a list, NAME[KEY] by key.
 MANY = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
 
