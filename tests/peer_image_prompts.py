@@ -1,10 +1,14 @@
 """Random IP-Adapters in the format of those that were published, and their vision encoder."""
 
 import torch
+from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
+from sd_tf.export import ExportOptions, export
+from sd_tf.weights import open_checkpoint
 from tests import peers
+from tests.exports import micro_folder, once
 
 EMBED, WIDTH, SIDE = 24, 32, 32  # of the encoder: its embedding, its tokens, its pictures
 VISION = {
@@ -28,7 +32,10 @@ def vision_encoder(seed=5):
 
 def projection(kind, context):
     """Tensors that make tokens of an encoded picture: names and shapes as published."""
-    norm = lambda name, width: {f"{name}.weight": (width,), f"{name}.bias": (width,)}  # noqa: E731
+
+    def norm(name, width):
+        return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
     if kind == "base":
         return {"proj.weight": (4 * context, EMBED), "proj.bias": (4 * context,)} | norm(
             "norm", context
@@ -94,3 +101,22 @@ def save(path, kind, unet, seed=0):
         return 1 + 0.2 * x if name.endswith("weight") else 0.2 * x
 
     save_file({name: values(name, shape) for name, shape in shapes.items()}, path)
+
+
+@once
+def micro_image_adapters(folder):
+    """IP-Adapters for the smallest checkpoint, base.safetensors and plus.safetensors."""
+    unet = UNet2DConditionModel.from_pretrained(micro_folder() / "unet")
+    folder.mkdir(parents=True, exist_ok=True)
+    vision_encoder().save_pretrained(folder / "image_encoder")
+    for seed, kind in enumerate(("base", "plus")):
+        save(folder / f"{kind}.safetensors", kind, unet, seed)
+
+
+@once
+def shown_export(folder):
+    """Like `micro_export`, with an IP-Adapter that takes two pictures, and verified."""
+    size = {"batch_size": 2, "height": 16, "width": 16, "max_steps": 2}
+    options = ExportOptions(**size, image_prompts=2, verify="full")
+    adapter = micro_image_adapters() / "plus.safetensors"
+    export(open_checkpoint(micro_folder(), ip_adapter=[adapter]), folder, options)

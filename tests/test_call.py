@@ -15,6 +15,7 @@ from sd_tf.runtime.adapter_places import NO_PLACES
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import use_of_picture
 from sd_tf.runtime.chain import Chain
+from sd_tf.runtime.image_prompts import NO_IMAGE_PROMPTS
 from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, SchedulerRecord
 from sd_tf.runtime.needed_pictures import blank_pictures
 from sd_tf.runtime.parameter import CallError, Kind, Parameter
@@ -44,6 +45,7 @@ def manifest(**changes) -> Manifest:
         "components": dict.fromkeys(names, record),
         "further_scales": (),
         "controls": (),
+        "image_prompts": NO_IMAGE_PROMPTS,
         "suited": {},
     }
     others = {field.name: None for field in dataclasses.fields(Manifest)}

@@ -1,8 +1,9 @@
-"""`sd-tf weights PATH_OR_ID`: describe a checkpoint, an adapter or a ControlNet; does it load?"""
+"""`sd-tf weights PATH_OR_ID`: describe a checkpoint or an adapter of any kind; does it load?"""
 
 import argparse
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from sd_tf.adapters import recognize
 from sd_tf.cli.adapter_description import describe_adapter
@@ -16,6 +17,11 @@ from sd_tf.files.tensors import StoredTensor
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights import Checkpoint, CheckpointError, layout
 from sd_tf.weights.controlnet import ControlNetCheckpoint
+from sd_tf.weights.image_prompts import (
+    ImageAdapterCheckpoint,
+    is_image_adapter_file,
+    open_image_adapter,
+)
 from sd_tf.weights.open import is_controlnet, open_controlnet
 
 ROW = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
@@ -40,6 +46,9 @@ def run(options: argparse.Namespace) -> int:
         if file is not None:
             _check_no_options(options, "an adapter")
             return describe_adapter(file)
+        if is_image_adapter_file(Path(source)):
+            _check_no_options(options, "an IP-Adapter")
+            return describe_image_adapter(open_image_adapter(Path(source)))
         if is_controlnet(source):
             _check_no_options(options, "a ControlNet")
             return describe_controlnet(open_controlnet(source))
@@ -68,6 +77,24 @@ def describe_controlnet(net: ControlNetCheckpoint) -> int:
     print(f"picture     3 channels ({order}), {net.config.downscale} pixels to a latent's side")
     print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
     problems = list(_row("controlnet", net.config, net.tensors))
+    print()
+    return _verdict(problems)
+
+
+def describe_image_adapter(adapter: ImageAdapterCheckpoint) -> int:
+    projection, attention = adapter.config.projection, adapter.config.attention
+    tokens = projection.num_tokens or "one for each of the encoder's,"
+    print(f"source      {adapter.source}")
+    print(f"format      IP-Adapter, {projection.kind}")
+    print(
+        f"for         {len(attention.widths)} attentions to a context of "
+        f"{attention.context_dim} channels"
+    )
+    print(f"takes       {projection.embed_dim} channels of a vision encoder")
+    print(f"tokens      {tokens} for each picture")
+    print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
+    problems = _row(projection.component, projection, adapter.projection)
+    problems += _row(attention.component, attention, adapter.attention)
     print()
     return _verdict(problems)
 

@@ -104,7 +104,7 @@ def test_half_precision(both, dtype, tmp_path):
     ours, theirs = (
         np.sqrt(np.mean(np.square(x - exact))) for x in (to_numpy(context), run(half, tokens))
     )
-    assert ours <= 1.2 * theirs
+    assert ours <= 1.5 * theirs  # theirs sums differently on different processors
 
 
 def test_float16_beyond_its_range(tmp_path):

@@ -1,0 +1,395 @@
+"""Pictures as prompts: the adapters' files, the calls that use them, and every door they come by."""
+
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from playwright.sync_api import expect
+from safetensors.numpy import load_file, save_file
+
+from sd_tf.cli.main import main
+from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.image_prompts import SCALES, ImageAdapterRecord, ImagePrompts
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.parameter import CallError, Each
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.png import read_parameters
+from sd_tf.runtime.psnr import psnr
+from sd_tf.runtime.request import read_request
+from sd_tf.serving.batch.rows import check_rows, check_settings
+from sd_tf.serving.client import Client
+from sd_tf.weights import CheckpointError, open_checkpoint
+from sd_tf.weights.image_prompts import open_image_adapter
+from tests.exports import micro_export, micro_folder, micro_xl_folder
+from tests.fronts import COMPONENTS, running_front
+from tests.page_browser import artifacts, chromium
+from tests.page_browser import opened as opened_page
+from tests.peer_image_prompts import micro_image_adapters, shown_export
+from tests.test_call import manifest
+
+PROMPT, STEPS = "a red bicycle", 2
+CALL = {"num_steps": STEPS, "seed": 3}
+PARTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder", "vision_encoder")
+
+
+def picture(seed, size=(40, 30)):
+    levels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3)).astype("uint8")
+    return Image.fromarray(levels)
+
+
+MOON, SEA = picture(1), picture(2, (23, 57))
+
+
+def coded(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+# Calls
+
+
+def by(*names):
+    prompts = ImagePrompts(tuple(ImageAdapterRecord(name, 4) for name in names), 2, 32, 16)
+    record = manifest().components["decoder"]
+    return manifest(image_prompts=prompts, components=dict.fromkeys(PARTS, record))
+
+
+ONE, TWO = by("plus"), by("base", "plus")
+
+
+def read(export, *prompts, **parameters):
+    return read_request(export, Call(list(prompts) or "a", num_steps=2, **parameters))
+
+
+def test_one_adapter_takes_a_picture_or_several():
+    for given, count in ((MOON, 1), ([MOON], 1), ([MOON, SEA], 2), ([[MOON, SEA]], 2)):
+        request = read(ONE, image_prompt=given, image_prompt_scale=0.5)
+        [pictures] = request.shared.image_prompt
+        assert [one.shape for one in pictures] == [(32, 32, 3)] * count
+        np.testing.assert_array_equal(request.image_prompts[SCALES], np.float32([0.5]))
+
+
+def test_of_several_adapters_each_has_its_own():
+    request = read(TWO, image_prompt=[None, [MOON, SEA]], image_prompt_scale=[3, None])
+    assert request.shared.image_prompt[0] is None and len(request.shared.image_prompt[1]) == 2
+    np.testing.assert_array_equal(request.image_prompts[SCALES], np.float32([0, 1]))
+    both = read(TWO, image_prompt=MOON).shared.image_prompt
+    assert [len(pictures) for pictures in both] == [1, 1]
+    np.testing.assert_array_equal(read(TWO).image_prompts[SCALES], np.float32([0, 0]))
+    assert read(manifest()).image_prompts == {}
+
+
+def test_each_prompt_has_its_own():
+    given = Each([MOON, [MOON, SEA]])
+    request = read(ONE, "a", "b", image_prompt=given)
+    assert [len(call.image_prompt[0]) for call in request.each] == [1, 2]
+    again = read_request(ONE, Call.joined(request.each))
+    assert [len(call.image_prompt[0]) for call in again.each] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("export", "given", "message"),
+    [
+        (ONE, {"image_prompt_scale": 1}, "image_prompt_scale goes with image_prompt: give both"),
+        (manifest(), {"image_prompt": MOON}, r"only for exports with IP-Adapters \(--ip_adapter"),
+        (TWO, {"image_prompt": [MOON]}, r"IP-Adapters, base, plus\. Received: 1"),
+        (ONE, {"image_prompt": [MOON] * 3}, r"1 to 2 pictures .*--image_prompts.*Received: 3"),
+        (ONE, {"image_prompt": []}, r"1 to 2 pictures .*Received: 0"),
+        (ONE, {"image_prompt": MOON, "image_prompt_scale": "x"}, "image_prompt_scale is a number"),
+        (ONE, {"image_prompt": np.zeros((5, 5), "uint8")}, "image_prompt: A picture is a PIL"),
+        (ONE, {"image_prompt": picture(0, (2, 300))}, "at most 50 times as long as it is wide"),
+    ],
+)
+def test_calls_that_are_refused(export, given, message):
+    with pytest.raises(CallError, match=message):
+        read(export, **given)
+
+
+def test_an_export_without_the_encoder():
+    parts = dict(ONE.components)
+    parts.pop("vision_encoder")
+    export = manifest(image_prompts=ONE.image_prompts, components=parts)
+    with pytest.raises(ExportError, match="no vision_encoder, which an image_prompt needs"):
+        read(export, image_prompt=MOON)
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    return micro_image_adapters() / "plus.safetensors"
+
+
+def changed(adapter, path, change):
+    tensors = load_file(adapter)
+    save_file(change(tensors), path)
+    return path
+
+
+def test_the_file_tells_the_sizes(adapter):
+    opened = open_image_adapter(adapter)
+    projection = opened.config.projection
+    assert (projection.kind, projection.num_tokens, projection.num_layers) == ("resampler", 5, 4)
+    checkpoint = open_checkpoint(micro_folder(), ip_adapter=[adapter, adapter])
+    assert checkpoint.image_adapters == ("plus", "plus")
+    assert [*checkpoint.config.components][-6:-1] == [
+        "vision_encoder",
+        "image_projection",
+        "image_attention",
+        "image_projection_2",
+        "image_attention_2",
+    ]
+    for part in [*checkpoint.config.components][-6:-1]:
+        checkpoint.build(part)
+
+
+def test_adapters_that_do_not_fit(adapter, tmp_path):
+    with pytest.raises(CheckpointError, match="IP-Adapter for this SDXL UNet has"):
+        open_checkpoint(micro_xl_folder(), ip_adapter=[adapter])
+
+    def narrow(tensors):
+        return {n: t[:, :-1] if n == "image_proj.proj_in.weight" else t for n, t in tensors.items()}
+
+    wrong = changed(adapter, tmp_path / "narrow.safetensors", narrow)
+    encoder = micro_image_adapters() / "image_encoder"
+    with pytest.raises(CheckpointError, match="width 31, the vision encoder gives 32: give the en"):
+        open_checkpoint(micro_folder(), ip_adapter=[wrong], image_encoder=encoder)
+    with pytest.raises(CheckpointError, match="no vision encoder, which an IP-Adapter needs"):
+        open_checkpoint(micro_folder(), ip_adapter=[wrong])
+    with pytest.raises(CheckpointError, match="`image_encoder` goes with `ip_adapter`"):
+        open_checkpoint(micro_folder(), image_encoder=encoder)
+    with pytest.raises(CheckpointError, match="IP-Adapters are not for checkpoints that edit"):
+        open_checkpoint("sd_tf/checkpoints/tiny-edit", ip_adapter=[adapter])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {n: x for n, x in t.items() if "ip_adapter" not in n}, "is not an IP-Adapter"),
+        (lambda t: t | {"ip_adapter.1.to_q_lora.up.weight": t["image_proj.latents"]}, "FaceID"),
+        (
+            lambda t: {
+                n.replace("latents", "perceiver_resampler.latents"): x for n, x in t.items()
+            },
+            "is a FaceID adapter, which takes what a face network makes",
+        ),
+    ],
+)
+def test_files_that_are_refused(adapter, tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        open_image_adapter(changed(adapter, tmp_path / "x.safetensors", change))
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(CheckpointError, match="No such file"):
+        open_image_adapter(tmp_path / "none.safetensors")
+    with pytest.raises(CheckpointError, match="is a pickle"):
+        open_image_adapter(tmp_path / "ip-adapter_sd15.bin")
+
+
+def test_weights_describes_it(adapter, tmp_path, capsys):
+    assert main(["weights", str(adapter)]) == 0
+    shown = capsys.readouterr().out
+    assert "IP-Adapter" in shown and "5 for each picture" in shown
+    wrong = changed(
+        adapter,
+        tmp_path / "x.safetensors",
+        lambda t: t | {"image_proj.more": t["image_proj.latents"]},
+    )
+    assert main(["weights", str(wrong)]) == 1
+    assert "no place in the model: image_proj.more" in capsys.readouterr().err
+
+
+# An export
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.load(shown_export(), jit_compile=False)
+
+
+@pytest.fixture(scope="module")
+def front():
+    parts = (*COMPONENTS, "vision_encoder")
+    with running_front(shown_export(), parts, num_steps=STEPS) as front:
+        yield front
+
+
+def test_the_manifest():
+    found = Manifest.read(shown_export())
+    assert found.image_prompts == ImagePrompts((ImageAdapterRecord("plus", 5),), 2, 32, 16)
+    assert tuple(found.components) == PARTS
+    sha256 = {name: list(one.checkpoint["sha256"]) for name, one in found.components.items()}
+    assert sha256["vision_encoder"] == ["vision_encoder", "image_projection"]
+    assert sha256["diffusion_model"] == ["unet", "image_attention"]
+    for name in ("vision_encoder", "diffusion_model"):
+        assert all(one["psnr_db"] >= 60 for one in found.verification[name].values())
+
+
+def test_without_a_picture_it_is_the_plain_export(pipe):
+    plain = Pipeline.load(micro_export(), jit_compile=False)(PROMPT, **CALL).images
+    assert psnr(pipe(PROMPT, **CALL).images, plain, peak=255) >= 100
+    off = pipe(PROMPT, image_prompt=MOON, image_prompt_scale=0, **CALL).images
+    assert psnr(off, plain, peak=255) >= 100
+    assert psnr(pipe(PROMPT, image_prompt=MOON, **CALL).images, plain, peak=255) < 40
+
+
+def test_in_any_batch(pipe):
+    """Each prompt is shown its own pictures, compiled or not."""
+    given = Each([MOON, [SEA, MOON], MOON])
+    many = pipe([PROMPT] * 3, num_steps=STEPS, seed=[3, 3, 3], image_prompt=given).images
+    np.testing.assert_array_equal(many[0], many[2])
+    compiled = Pipeline.load(shown_export())
+    one = compiled(PROMPT, image_prompt=[SEA, MOON], **CALL).images[0]
+    assert psnr(many[1], one, peak=255) >= 50 > psnr(many[0], one, peak=255)
+
+
+def test_components_that_go_together(adapter, tmp_path):
+    checkpoint = open_checkpoint(micro_folder(), ip_adapter=[adapter])
+    size = {"height": 16, "width": 16, "max_steps": 2}
+    for options, message in (
+        ({"components": ("diffusion_model",)}, "exported with both: add them to the components"),
+        ({"text_to_image": True}, "draw from a prompt alone.*Received: an IP-Adapter, plus"),
+        ({"image_prompts": 0}, "places for at least 1 picture"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            export(checkpoint, tmp_path / "x", ExportOptions(**size, **options))
+    assert not (tmp_path / "x").exists()
+
+
+def test_generate(pipe, tmp_path, capsys):
+    for name, image in (("moon", MOON), ("sea", SEA)):
+        image.save(tmp_path / f"{name}.png")
+    command = ["generate", PROMPT, "--export_dir", str(shown_export()), "--num_steps", "2"]
+    command += ["--seed", "3", "--nojit_compile", "--out", str(tmp_path)]
+    shown = [
+        flag for name in ("moon", "sea") for flag in ("--image_prompt", f"{tmp_path}/{name}.png")
+    ]
+    assert main([*command, *shown, "--image_prompt_scale", "0.7"]) == 0
+    made = np.asarray(Image.open(tmp_path / "3.png"))
+    expected = pipe(PROMPT, image_prompt=[MOON, SEA], image_prompt_scale=0.7, **CALL).images[0]
+    assert psnr(made, expected, peak=255) >= 50
+    parameters, pictures = read_parameters(tmp_path / "3.png")
+    assert parameters["image_prompt_scale"] == [0.7] and pictures == ["image_prompt"]
+    capsys.readouterr()
+    assert main([*command, "--from_png", str(tmp_path / "3.png")]) == 1
+    assert "give --image_prompt again" in capsys.readouterr().err
+
+
+# Servers
+
+
+def generated(front, **body):
+    request = urllib.request.Request(
+        f"http://{front.http}/generate",
+        json.dumps({"prompt": PROMPT, **CALL, **body}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        [image] = json.load(answer)["images"]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(image["png"]))))
+
+
+def test_http(front, pipe):
+    for given, same in ((coded(MOON), MOON), ([coded(MOON), coded(SEA)], [MOON, SEA])):
+        made = generated(front, image_prompt=given, image_prompt_scale=0.7)
+        expected = pipe(PROMPT, image_prompt=same, image_prompt_scale=0.7, **CALL).images[0]
+        assert psnr(made, expected, peak=255) >= 50
+    np.testing.assert_array_equal(
+        generated(front, image_prompt=[given]), generated(front, image_prompt=given)
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"image_prompt": [coded(MOON)] * 3}, "1 to 2 pictures"),
+        ({"image_prompt": coded(Image.new("L", (10_000, 10_000)))}, "more than 16777216 pixels"),
+        ({"image_prompt": coded(Image.new("L", (1, 60_000)))}, "at most 50 times as long"),
+        ({"image_prompt": "AAAA"}, "this is not a PNG, JPEG, WebP or AVIF picture"),
+        ({"image_prompt": [["?"]]}, "this is not base64"),
+        ({"image_prompt": {"a": 1}}, "image_prompt"),
+        ({"image_prompt_scale": 1}, "image_prompt_scale goes with image_prompt"),
+    ],
+)
+def test_http_refuses(front, body, message):
+    with pytest.raises(urllib.error.HTTPError) as error:
+        generated(front, **body)
+    assert error.value.code == 422 and message in error.value.read().decode()
+
+
+def test_the_images_api(front):
+    client = openai.OpenAI(base_url=f"http://{front.http}/v1", api_key="none", max_retries=0)
+    more = {**CALL, "image_prompt": [coded(MOON), coded(SEA)], "image_prompt_scale": 0.5}
+    response = client.images.generate(prompt=PROMPT, extra_body=more)
+    made = np.asarray(Image.open(io.BytesIO(base64.b64decode(response.data[0].b64_json))))
+    np.testing.assert_array_equal(made, generated(front, **more))
+
+
+def test_the_client(front, pipe):
+    client = Client(f"grpc://{front.grpc}", shown_export(), jit_compile=False)
+    arguments = {**CALL, "image_prompt": [MOON, SEA]}
+    ours, theirs = (one(PROMPT, **arguments).images for one in (client, pipe))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_rows(tmp_path):
+    export = Manifest.read(shown_export())
+    MOON.save(tmp_path / "moon.png")
+    settings = check_settings({"seed": 0, "num_steps": 2}, export)
+    entries = [
+        {"prompt": "a", "image_prompt": "moon.png,moon.png", "image_prompt_scale": "0.5"},
+        {"prompt": "b", "image_prompt": [["moon.png", "moon.png"]]},
+        {"prompt": "c", "image_prompt": "none.png"},
+        {"prompt": "d", "image_prompt": ["moon.png"] * 3},
+    ]
+    rows, failures = check_rows(entries, settings, export, tmp_path)
+    path = str(tmp_path / "moon.png")
+    assert [row.call.image_prompt for row in rows] == [[path, path], [[path, path]]]
+    assert rows[0].call.image_prompt_scale == (0.5,)
+    assert [failure.row for failure in failures] == [2, 3]
+
+
+def test_a_batch(pipe, tmp_path):
+    MOON.save(tmp_path / "moon.png")
+    rows = [
+        {"prompt": PROMPT, "seed": 3, "image_prompt": "moon.png"},
+        {"prompt": PROMPT, "seed": 3},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    command = ["serve", "batch", "--export_dir", str(shown_export()), "--num_steps", "2"]
+    command += ["--prompts", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--nojit_compile", "--workers", "1"]) == 0
+    files = sorted((tmp_path / "out").glob("**/*.png"))
+    shown, plain = (np.asarray(Image.open(file)) for file in files)
+    expected = pipe(PROMPT, image_prompt=MOON, **CALL).images[0]
+    assert psnr(shown, expected, peak=255) >= 50 > psnr(shown, plain, peak=255)
+
+
+def test_the_page(front, tmp_path):
+    MOON.save(tmp_path / "moon.png")
+    with chromium() as browser, opened_page(browser, f"http://{front.http}/") as (page, seen):
+        expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+        page.fill("#prompt", PROMPT)
+        page.set_input_files("#image_prompt", tmp_path / "moon.png")
+        expect(page.locator("#image_prompt-seen")).to_be_visible()
+        box = page.locator("#image_prompt-seen").bounding_box()
+        assert abs(box["width"] - box["height"]) < 2  # the middle square is what is looked at
+        page.fill("#image_prompt_scale", "0.7")
+        with page.expect_request("**/generate") as request:
+            page.click("#generate")
+        body = request.value.post_data_json
+        assert base64.b64decode(body["image_prompt"]) == (tmp_path / "moon.png").read_bytes()
+        assert body["image_prompt_scale"] == 0.7
+        expect(page.locator("#state")).to_contain_text("Done in")
+        page.screenshot(path=artifacts(tmp_path) / "image_prompt.png", full_page=True)
+        assert not seen.errors
