@@ -75,36 +75,41 @@ test: lint $(VENV)/tools.stamp
 SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)
 
 check test-%: export TF_CPP_MIN_LOG_LEVEL ?= 2
-check test-first test-serving test-second test-parity test-full-size: export KERAS_BACKEND = tensorflow
+check test-first test-serving test-second test-parity test-full-size test-long: export KERAS_BACKEND = tensorflow
 test-jax test-jax-parity: export KERAS_BACKEND = jax
 # These compile much and run little: a third of the time goes into LLVM's optimizations.
 test-jax test-jax-parity: export XLA_FLAGS = --xla_backend_optimization_level=0
 
 test-first: $(VENV)/test.stamp $(VENV)/tools.stamp
-	$(PYTEST) tests/test_[a-r]*.py -m "not full_size"
+	$(PYTEST) tests/test_[a-r]*.py -m "not full_size and not long"
 
 test-serving: $(VENV)/test.stamp $(VENV)/tools.stamp
-	$(PYTEST) $(SERVING) -m "not full_size"
+	$(PYTEST) $(SERVING) -m "not full_size and not long"
 
 test-second: $(VENV)/test.stamp
-	$(PYTEST) $(filter-out $(SERVING),$(wildcard tests/test_[s-z]*.py)) -m "not full_size"
+	$(PYTEST) $(filter-out $(SERVING),$(wildcard tests/test_[s-z]*.py)) -m "not full_size and not long"
 
 test-parity: $(VENV)/test.stamp
-	$(PYTEST) tests/parity -m "not full_size"
+	$(PYTEST) tests/parity -m "not full_size and not long"
 
 # Whole pipelines of KerasCV and ours before the single models, in a process of their own: 11 GB.
 WHOLE := tests/parity/test_saved_models.py
 
 test-full-size: $(VENV)/test.stamp
-	$(PYTEST) $(WHOLE) -m full_size
-	$(PYTEST) -m full_size --ignore=$(WHOLE)
+	$(PYTEST) $(WHOLE) -m "full_size and not long"
+	$(PYTEST) -m "full_size and not long" --ignore=$(WHOLE)
+
+# What repeats on a larger scale what other tests show; half an hour more, before a release.
+test-long: $(VENV)/test.stamp $(VENV)/tools.stamp
+	$(PYTEST) -m "long and not jax"
+	KERAS_BACKEND=jax $(PYTEST) -m "long and jax"
 
 # What runs models, again on JAX.
 test-jax: $(VENV)/test.stamp
-	$(PYTEST) tests/test_*.py -m backend
+	$(PYTEST) tests/test_*.py -m "backend and not long"
 
 test-jax-parity: $(VENV)/test.stamp
-	$(PYTEST) tests/parity -m backend
+	$(PYTEST) tests/parity -m "backend and not long"
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

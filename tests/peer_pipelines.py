@@ -13,11 +13,14 @@ from PIL import Image
 from sd_tf.components.build import component, component_names, empty_tokens_of
 from sd_tf.components.describe import manifest_of
 from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.export import ExportOptions, export
 from sd_tf.export.modules import Traces
+from sd_tf.runtime.adapters import ADAPTED_COMPONENTS
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.manifest import ComponentRecord, Manifest
+from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr as psnr_of
-from sd_tf.runtime.runner import Runner
+from sd_tf.runtime.runner import LocalRunner
 from sd_tf.weights import open_checkpoint
 from tests import peers
 
@@ -50,29 +53,39 @@ def drawer(folder, opening=None, **options):
         return JaxPipeline.from_checkpoint(
             folder / "checkpoint", make_mesh(), "float32", max_steps=12, **options, **opening
         )
-    from sd_tf.export import ExportOptions, export
-    from sd_tf.runtime.pipeline import Pipeline
+    checkpoint = open_checkpoint(folder / "checkpoint", **opening)
+    runner = TracingRunner(checkpoint, Fixed(max_steps=12, **options))
+    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
+    return Chain(runner.manifest, [runner], tokenizers, 0.0, runner.layers)
 
+
+def exporting_drawer(folder, opening=None, **options):
+    """Like `drawer`; on TensorFlow by an export, which shows that saving keeps what is drawn."""
+    if keras.backend.backend() == "jax":
+        return drawer(folder, opening, **options)
     options = ExportOptions(max_steps=12, verify="off", **options)
-    export(open_checkpoint(folder / "checkpoint", **opening), folder / "export", options)
+    export(open_checkpoint(folder / "checkpoint", **(opening or {})), folder / "export", options)
     # Not compiled, which these sizes hardly repay; `test_saved_models` compares the two.
     return Pipeline.load(folder / "export", jit_compile=False)
 
 
-class TracingRunner(Runner):
+class TracingRunner(LocalRunner):
     """Runs a checkpoint's components as traced when they are called, which saves an export."""
 
     def __init__(self, checkpoint, fixed):
-        geometry = geometry_of(checkpoint.config, fixed)
-        empty = empty_tokens_of(checkpoint)
-        parts = {
+        geometry, empty = geometry_of(checkpoint.config, fixed), empty_tokens_of(checkpoint)
+        self.parts = {
             name: component(name, checkpoint.config, geometry, "float32", empty, checkpoint.build)
             for name in component_names(checkpoint.config)
         }
-        traces = Traces()
+        traces, shapes = Traces(), geometry.shapes
         self.endpoints = {
-            name: part.endpoints(geometry.shapes.first, shared=traces.shared)
-            for name, part in parts.items()
+            name: {
+                shapes.signature(endpoint, shape): declared
+                for shape in shapes.all
+                for endpoint, declared in part.endpoints(shape, shared=traces.shared).items()
+            }
+            for name, part in self.parts.items()
         }
         records = {
             name: ComponentRecord(tuple(endpoints), "cpu", (), {}, {})
@@ -87,18 +100,27 @@ class TracingRunner(Runner):
             jit_compiled_text_encoder=False,
         )
         super().__init__(manifest, jit_compile=False)
+        for part in self.parts.values():
+            for variable in part.places.variables.values():
+                variable._initialize(ops.zeros(variable.shape, variable.dtype))
+
+    @property
+    def layers(self):
+        if not self.manifest.adapters.slots:
+            return {}
+        return {name: self.parts[name].adaptable for name in ADAPTED_COMPONENTS}
 
     def call(self, component, endpoint, shape, **inputs):
-        function = self.endpoints[component][endpoint].function
+        name = self.manifest.shapes.signature(endpoint, shape)
+        function = self.endpoints[component][name].function
         return function(**{name: ops.convert_to_tensor(x) for name, x in inputs.items()})
 
-
-def tracing_drawer(folder, opening=None, **options):
-    """What draws the checkpoint in `folder` on TensorFlow, in one size, without an export."""
-    checkpoint = open_checkpoint(folder / "checkpoint", **(opening or {}))
-    runner = TracingRunner(checkpoint, Fixed(max_steps=12, **options))
-    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
-    return Chain(runner.manifest, [runner], tokenizers, 0.0)
+    def put(self, component, rows, first):
+        variables = self.parts[component].places.variables
+        for name, values in rows.items():
+            found = np.array(variables[name])
+            found[first : first + len(values)] = values
+            variables[name].assign(found)
 
 
 def psnr(one, other):

@@ -306,6 +306,7 @@ def test_number(value, text):
 
 
 @pytest.mark.full_size
+@pytest.mark.long
 def test_kerascv_with_random_weights(tmp_path):
     result = run_script(
         "--kerascv",

@@ -49,6 +49,7 @@ def compared(tmp_path_factory):
     return result.stdout, content, (folder / "peers.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_all_engines_agree(compared):
     _, content, _ = compared
     assert content["checkpoint"] == micro_folder().name
@@ -61,6 +62,7 @@ def test_all_engines_agree(compared):
             assert figures["psnr"] > (45 if stage == "decoder" else 60), (peer["name"], stage)
 
 
+@pytest.mark.long
 def test_figures(compared):
     _, content, _ = compared
     [size] = content["sizes"]
@@ -86,6 +88,7 @@ def test_figures(compared):
     assert len(content["load_average"]) == 3 and content["date"]
 
 
+@pytest.mark.long
 def test_kerascv_is_left_out_of_another_architecture(compared):
     text, content, _ = compared
     [left_out] = content["sizes"][0]["left_out"]
@@ -126,6 +129,7 @@ def text_of(page: str) -> str:
     return "".join(parser.text)
 
 
+@pytest.mark.long
 def test_report(compared):
     text, content, page = compared
     shown, lines = text_of(page), " ".join(text.split())
@@ -137,6 +141,7 @@ def test_report(compared):
     assert report.table(content) in text
 
 
+@pytest.mark.long
 def test_targets(compared):
     _, content, _ = compared
     content = copy.deepcopy(content)

@@ -196,6 +196,7 @@ def test_refusals(tmp_path, capsys, small_pipelines):
         prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
 
 
+@pytest.mark.long
 def test_the_embedded_nets_recipe(tmp_path):
     """All of it, in small: two stages, whose captions differ, and a net that fits `tiny`."""
     settings = Settings(2, batch_size=4, warm_up=1, jit_compile=False, sample_every=0)

@@ -626,6 +626,7 @@ def test_no_space_left(small_disk):
     assert [path.name for path in small_disk.iterdir()] == [".export.lock"]
 
 
+@pytest.mark.long
 def test_killed_at_random_moments():
     """-9 at 10 moments of exports: the target is absent or complete, and the next run succeeds.
 

@@ -1,4 +1,4 @@
-"""Pictures as prompts: the adapters' files, the calls that use them, and every door they come by."""
+"""Pictures as prompts: the adapters' files, calls that use them, and every door they come by."""
 
 import base64
 import io
@@ -177,9 +177,7 @@ def test_adapters_that_do_not_fit(adapter, tmp_path):
         (lambda t: {n: x for n, x in t.items() if "ip_adapter" not in n}, "is not an IP-Adapter"),
         (lambda t: t | {"ip_adapter.1.to_q_lora.up.weight": t["image_proj.latents"]}, "FaceID"),
         (
-            lambda t: {
-                n.replace("latents", "perceiver_resampler.latents"): x for n, x in t.items()
-            },
+            lambda t: {n.replace("latents", "perceiver_resampler.x"): x for n, x in t.items()},
             "is a FaceID adapter, which takes what a face network makes",
         ),
     ],

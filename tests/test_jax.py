@@ -83,7 +83,7 @@ def run_python(*arguments, **environment):
 # The same pictures as the SavedModels
 
 
-@pytest.mark.parametrize("family", ["tiny", "sdxl-base"])
+@pytest.mark.parametrize("family", ["tiny", pytest.param("sdxl-base", marks=pytest.mark.long)])
 def test_equals_the_saved_models(tmp_path, small_pipelines, family):
     """Exported by TensorFlow in a process of its own."""
     checkpoint = TINY_FOLDER if family == "tiny" else small_pipelines(family)[1]

@@ -401,6 +401,7 @@ def test_contact_sheet():
     assert (sheet[20:24, 8:14] == 200).all() and (sheet[20:24, 22:28] == 255).all()
 
 
+@pytest.mark.long
 def test_openvino_computes_the_same():
     """The plain signatures are ordinary graphs that another runtime reads."""
     import openvino as ov

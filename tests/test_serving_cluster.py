@@ -43,6 +43,7 @@ def raylet(node) -> int:
     return process.process.pid
 
 
+@pytest.mark.long
 def test_a_node_is_lost(cluster, tmp_path):
     """Replicas on both nodes; when one node is gone, the other one answers, and alike."""
     flags = [*TWO_OF_EACH, "--cpus", "diffusion_model=1.2", "--nojit_compile"]

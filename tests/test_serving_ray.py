@@ -441,6 +441,7 @@ def test_rest_errors(served):
         assert message in json.loads(answer.read())["error"]
 
 
+@pytest.mark.long
 def test_fuzzed_requests(served):
     """Two thousand of them: always an answer that says what is wrong, and it goes on."""
     source = random.Random(0)
@@ -618,6 +619,7 @@ def test_an_export_swapped_under_load(served, pipe, tiny_exports):
     assert {status for status, _ in answers} == {200}, answers[-1]
 
 
+@pytest.mark.long
 def test_a_short_soak(served, tiny_exports, tmp_path):
     """One kill and one replacement, under clients that also leave and send rubbish."""
     from sd_tf.export import ExportOptions, export

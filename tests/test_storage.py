@@ -27,6 +27,7 @@ def bytes_of(folder):
     return path.stat().st_size
 
 
+@pytest.mark.long
 def test_an_export(tmp_path, capsys):
     arguments = ["--checkpoint", str(sd3_folder()), "--out", str(tmp_path / "int8")]
     arguments += ["--max_sequence_length=32", "--height=64", "--width=64", "--max_steps=2"]

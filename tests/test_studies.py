@@ -52,6 +52,7 @@ def test_averages_are_those_of_runs_of_their_own(tmp_path):
     assert again.resume() == ALONE.steps and again.average is not None
 
 
+@pytest.mark.long
 def test_the_study(tmp_path, monkeypatch):
     monkeypatch.setattr(averages_study, "COST_ROUNDS", 2)
     monkeypatch.setattr(averages_study, "COST_STEPS", 1)

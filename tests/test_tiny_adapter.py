@@ -63,6 +63,7 @@ def test_what_is_not_embedded():
         tiny_adapter.train("sun", Path("unused"))
 
 
+@pytest.mark.long
 def test_training_one_anew(tmp_path):
     few = replace(
         RECIPES["moon"].settings, steps=2, batch_size=2, warm_up=1, sample_every=0, log_every=1

@@ -222,6 +222,7 @@ def check_same_state(*folders):
         np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
+@pytest.mark.long
 def test_killed_run_equals_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -361,6 +362,7 @@ def test_averaged_weights_are_put_back_after_a_sample(tmp_path):
     np.testing.assert_array_equal(np.array(bias), seen[-1][0])  # in the end they stay in place
 
 
+@pytest.mark.long
 def test_several_devices_train_as_one(tmp_path):
     results = []
     for count in (1, 2):

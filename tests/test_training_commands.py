@@ -95,6 +95,7 @@ def test_evaluation_refuses(tmp_path):
         evaluate.evaluate(artist, OPTIONS, tmp_path)
 
 
+@pytest.mark.long
 def test_tiny_recipe_end_to_end(tmp_path):
     """Stages of each kind, a few steps each; the checkpoint it leaves is exported and evaluated."""
     few = {"steps": 4, "warm_up": 1, "log_every": 2, "save_every": 2, "sample_every": 4}
@@ -150,6 +151,7 @@ def tune(folder, data, *more):
     )
 
 
+@pytest.mark.long
 def test_text_to_image(tmp_path, captioned, capsys):
     folder = tmp_path / "checkpoint"
     make_random(micro.CONFIG, folder)
@@ -200,6 +202,7 @@ def test_text_to_image(tmp_path, captioned, capsys):
     assert "`checkpoint.weights.unet` was [" in error
 
 
+@pytest.mark.long
 def test_text_to_image_on_several_hosts(tmp_path):
     """Each has every other example, and both end with what one would learn from both parts."""
     folder, both = micro_folder(), tmp_path / "both"

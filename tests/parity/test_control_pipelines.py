@@ -22,7 +22,6 @@ from tests.peer_pipelines import (
     drawer,
     pin_noise,
     psnr,
-    tracing_drawer,
 )
 
 HINT = (4, 8, 8, 8)  # channels of the layers that the pictures pass through
@@ -85,10 +84,7 @@ def pair(request, tmp_path_factory):
     for number, net in enumerate(nets):
         net.save_pretrained(folder / f"net-{number}")
     opening = {"controlnet": [folder / f"net-{number}" for number in range(len(nets))]}
-    # An export for one family, which shows that saving keeps what the loop computes.
-    is_traced = keras.backend.backend() == "tensorflow" and request.param != "sd1"
-    draw = tracing_drawer if is_traced else drawer
-    return Steered(request.param, pipeline, draw(folder, opening, **SIZES[request.param]), nets)
+    return Steered(request.param, pipeline, drawer(folder, opening, **SIZES[request.param]), nets)
 
 
 def of(*families):

@@ -24,7 +24,6 @@ from tests.peer_pipelines import (
     drawer,
     pin_noise,
     psnr,
-    tracing_drawer,
 )
 
 SIZES = {"sd1": {"height": 64, "width": 96}, "sdxl-base": {"height": 64, "width": 64}}
@@ -64,9 +63,7 @@ def pair(request, tmp_path_factory):
     for seed, kind in enumerate(kinds):
         prompts.save(folder / "models" / f"{kind}.safetensors", kind, pipeline.unet, seed)
     opening = {"ip_adapter": [folder / "models" / f"{kind}.safetensors" for kind in kinds]}
-    is_traced = keras.backend.backend() == "tensorflow" and family != "sd1"
-    draw = tracing_drawer if is_traced else drawer
-    return Shown(pipeline, draw(folder, opening, image_prompts=3, **SIZES[family]), folder)
+    return Shown(pipeline, drawer(folder, opening, image_prompts=3, **SIZES[family]), folder)
 
 
 SD1 = ("sd1", ("base", "plus", "full-face"))

@@ -29,10 +29,10 @@ from tests.peer_pipelines import (
     check_pictures,
     check_text_to_image,
     drawer,
+    exporting_drawer,
     first_latent,
     pin_noise,
     psnr,
-    tracing_drawer,
 )
 
 pytestmark = pytest.mark.backend
@@ -60,9 +60,7 @@ def pair(request, tmp_path_factory):
     pipeline = peers.random_pipeline(request.param, layers_per_block=1)
     folder = tmp_path_factory.mktemp(request.param)
     pipeline.save_pretrained(folder / "checkpoint")
-    # Exports for those whose adapters are switched, which shows that saving keeps what is computed.
-    is_traced = keras.backend.backend() == "tensorflow" and "adapter_slots" not in options
-    draw = tracing_drawer if is_traced else drawer
+    draw = exporting_drawer if request.param == "sd1" else drawer
     return Pair(pipeline, draw(folder, **options))
 
 

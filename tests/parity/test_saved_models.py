@@ -142,6 +142,7 @@ def test_compiled_text_encoder(variants):
 
 
 @pytest.mark.parametrize(("precision", "floor"), [("bfloat16", 30.0), ("float16", 45.0)])
+@pytest.mark.long
 def test_half_precision(variants, five, precision, floor):
     pipeline = Pipeline.load(variants(precision))
     check_pictures(pipeline(FIVE, seed=FIVE_SEEDS, **SEEDED).images, five, floor)

@@ -72,6 +72,7 @@ def test_compiled_pictures(exported, pipe):
         check_pictures(ours, theirs)
 
 
+@pytest.mark.long
 def test_bfloat16(folders, tmp_path, pipe):
     options = ExportOptions(sizes=SIZES, max_steps=4, precision="bfloat16", verify="fast")
     export(opened(folders["flux-dev"]), tmp_path / "narrow", options)
