@@ -69,7 +69,8 @@ EXPORTING = (
     *("--without=text_encoder_3", "--max_sequence_length=77", "--t5_tokenizer=t5"),
     "--storage=int8",
     *("--lora=a.safetensors@0.5", "--lora=b@c"),
-    *("--controlnet=a", "--controlnet=b/c"),
+    *("--controlnet=a", "--controlnet=b/c", "--ip_adapter=x.safetensors", "--image_encoder=y"),
+    "--image_prompts=2",
     *("--embedding=<a>=a.safetensors", "--embeddings=b.safetensors"),
 )
 MEASURING = (
