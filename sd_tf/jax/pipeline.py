@@ -46,6 +46,7 @@ class JaxPipeline(Chain):
         adapter_slots: int = 0,
         adapter_rank: int = DEFAULT_RANK,
         adapter_layers: str = DEFAULT_LAYERS,
+        image_prompts: int = 4,
         compile_cache: str | Path | None = None,
         **opening,
     ) -> "JaxPipeline":
@@ -59,10 +60,11 @@ class JaxPipeline(Chain):
             height, width, batch_sizes, sizes: as for an export.
             storage: of T5's linear layers: int8; None: in the precision.
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
-            adapter_slots, adapter_rank, adapter_layers: as for an export.
+            adapter_slots, adapter_rank, adapter_layers, image_prompts: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `without`,
-                `max_sequence_length`, `lora` of `open_checkpoint`.
+                `max_sequence_length`, `lora`, `controlnet`, `ip_adapter`, `image_encoder` of
+                `open_checkpoint`.
         """
         from sd_tf.components.describe import manifest_of, origins
         from sd_tf.components.geometry import Fixed, geometry_of
@@ -91,6 +93,7 @@ class JaxPipeline(Chain):
             adapter_slots=adapter_slots,
             adapter_rank=adapter_rank,
             adapter_layers=adapter_layers,
+            image_prompts=image_prompts,
         )
         geometry = geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, *geometry.shapes.batch_sizes)
@@ -145,7 +148,8 @@ class JaxPipeline(Chain):
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
             opening: `family`, `variant`, `revision`, `ema`, `without`, `max_sequence_length`,
-                `lora`, `controlnet` of `open_checkpoint`, for that source.
+                `lora`, `controlnet`, `ip_adapter`, `image_encoder` of `open_checkpoint`, for that
+                source.
         """
         start = time.perf_counter()
         folder = Path(folder)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sd_tf.runtime.adapter_places import ADAPTER_SCALES
 from sd_tf.runtime.controls import PER_NET
+from sd_tf.runtime.image_prompts import SCALES as IMAGE_SCALES
 from sd_tf.runtime.manifest import ExportError
 
 DATA, MODEL = "data", "model"
@@ -52,7 +53,7 @@ def check_mesh(mesh: Mesh, *batch_sizes: int) -> None:
 
 def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
     """Return where an input or output lies: its pictures are divided over the data axis."""
-    if rank == 0 or name in (ADAPTER_SCALES, *PER_NET):
+    if rank == 0 or name in (ADAPTER_SCALES, IMAGE_SCALES, *PER_NET):
         return NamedSharding(mesh, PartitionSpec())
     before = (None,) if name == "history" else ()
     return NamedSharding(mesh, PartitionSpec(*before, DATA))
