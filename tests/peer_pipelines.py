@@ -11,7 +11,7 @@ from keras import ops
 from PIL import Image
 
 from sd_tf.components.build import component, component_names, empty_tokens_of
-from sd_tf.components.describe import manifest_of
+from sd_tf.components.describe import manifest_of, origins
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.export import ExportOptions, export
 from sd_tf.export.modules import Traces
@@ -87,8 +87,9 @@ class TracingRunner(LocalRunner):
             }
             for name, part in self.parts.items()
         }
+        origin = origins(checkpoint, self.parts, hashed=False)
         records = {
-            name: ComponentRecord(tuple(endpoints), "cpu", (), {}, {})
+            name: ComponentRecord(tuple(endpoints), "cpu", (), {}, origin[name])
             for name, endpoints in self.endpoints.items()
         }
         manifest = manifest_of(
