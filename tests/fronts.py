@@ -1,14 +1,19 @@
 """A front with its models in the test's process: real HTTP and gRPC servers, no Ray."""
 
 import asyncio
+import base64
 import functools
 import http.client
+import io
 import json
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+
+import numpy as np
+from PIL import Image
 
 from sd_tf.bench.application import free_ports
 from sd_tf.serving.ray_app.application import with_scales
@@ -88,3 +93,12 @@ def ask(front: RunningFront, method: str, path: str, **body):
     content = json.loads(answer.read())
     connection.close()
     return answer.status, content
+
+
+def generated(front: RunningFront, prompt: str, **body):
+    """Ask for one picture; return it, and what the answer says of it."""
+    status, content = ask(front, "POST", "/generate", prompt=prompt, **body)
+    assert status == 200, content
+    [image] = content["images"]
+    file = io.BytesIO(base64.b64decode(image["png"]))
+    return np.asarray(Image.open(file)), image

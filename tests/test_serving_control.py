@@ -22,7 +22,7 @@ from sd_tf.serving.batch.rows import check_rows, check_settings, opened
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
 from tests.exports import micro_export, micro_folder, micro_net, steered_export
-from tests.fronts import WITH_ENCODER, running_front
+from tests.fronts import WITH_ENCODER, ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
 
@@ -151,22 +151,9 @@ def test_generate(pipe, tmp_path, capsys):
 # HTTP
 
 
-def generated(front, **body):
-    import urllib.request
-
-    request = urllib.request.Request(
-        f"http://{front.http}/generate",
-        json.dumps({"prompt": PROMPT, **CALL, **body}).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        [image] = json.load(answer)["images"]
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(image["png"])))), image
-
-
 def test_http(front, pipe):
     more = {"control_scale": [0.7, None], "control_guess": True}
-    picture, image = generated(front, control_image=[coded(LINES), None], **more)
+    picture, image = generated(front, PROMPT, control_image=[coded(LINES), None], **CALL, **more)
     expected = pipe(PROMPT, control_image=[LINES, None], **more, **CALL).images[0]
     assert psnr(picture, expected, peak=255) >= 50
     assert image["parameters"]["control_scale"] == [0.7, 1.0]
@@ -189,11 +176,8 @@ HUGE = Image.new("L", (10_000, 10_000))
     ],
 )
 def test_http_refuses(front, body, message):
-    import urllib.error
-
-    with pytest.raises(urllib.error.HTTPError) as error:
-        generated(front, **body)
-    assert error.value.code == 422 and message in error.value.read().decode()
+    status, content = ask(front, "POST", "/generate", prompt=PROMPT, **body)
+    assert status == 422 and message in content["error"]
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "I;16", "CMYK"])
@@ -202,7 +186,7 @@ def test_pictures_of_every_mode(front, mode):
     file = io.BytesIO()
     image.save(file, "JPEG" if mode == "CMYK" else "PNG")
     body = base64.b64encode(file.getvalue()).decode()
-    picture, _ = generated(front, control_image=body)
+    picture, _ = generated(front, PROMPT, control_image=body, **CALL)
     assert picture.shape == (16, 16, 3)
 
 
@@ -214,20 +198,18 @@ def test_the_images_api(front):
 
     more = {**CALL, "control_image": [coded(LINES), coded(HILLS)], "control_scale": [1, 0.5]}
     steered = made(client.images.generate(prompt=PROMPT, extra_body=more))
-    _, image = generated(front, **more)
+    _, image = generated(front, PROMPT, **more)
     assert base64.b64decode(image["png"]) == steered
     start = {"prompt": PROMPT, "image": ("a.png", file_of(HILLS))}
     body = {**CALL, "strength": 1, "control_image": coded(LINES), "control_scale": 0.5}
     edited = made(client.images.edit(**start, extra_body=body))
-    _, image = generated(front, image=coded(HILLS), **body)
+    _, image = generated(front, PROMPT, image=coded(HILLS), **body)
     assert base64.b64decode(image["png"]) == edited
 
 
 def test_the_forms_fields(front):
-    import urllib.request
-
-    with urllib.request.urlopen(f"http://{front.http}/about") as answer:
-        fields = {field["name"]: field for field in json.load(answer)["fields"]}
+    _, content = ask(front, "GET", "/about")
+    fields = {field["name"]: field for field in content["fields"]}
     assert fields["control_image-2"]["label"] == "Control picture: micro_net"
     assert fields["control_scale-1"]["goes_with"] == "control_image-1"
     assert fields["control_guess"]["kind"] == "switch"
