@@ -22,7 +22,6 @@ VISION = {
     "hidden_act": "gelu",
 }
 HIDDEN, INNER = 48, 128  # of a resampler: its width, and its two heads of 64
-KINDS = ("base", "plus", "full-face")
 
 
 def vision_encoder(seed=5):

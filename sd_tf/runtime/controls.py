@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sd_tf.config.image_prompts import numbered
+
 # Inputs with an entry for each net: how much of what it adds is taken, and the model calls
 # [first, stop) in which it runs.
 SCALES, FIRST, STOP = "control_scales", "control_first", "control_stop"
@@ -22,7 +24,7 @@ class ControlRecord:
 
 def image_input(number: int) -> str:
     """Return the name of the input for a net's pictures, (B, H, W, 3) in 0…1."""
-    return "control_image" if number == 0 else f"control_image_{number + 1}"
+    return numbered("control_image", number)
 
 
 def calls_of(start: float, end: float, first: int, calls: int) -> tuple[int, int]:

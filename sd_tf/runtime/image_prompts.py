@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sd_tf.config.image_prompts import numbered
+
 SCALES = "image_prompt_scales"  # how much of each adapter's attention is added
 SHOWN = "_shown"  # ends of the names of inputs that say which places of tokens are taken
 GIVEN = "given"  # the vision encoder's: 0 in place of no picture
@@ -37,7 +39,7 @@ NO_IMAGE_PROMPTS = ImagePrompts((), 0, 0, 0)
 
 def tokens_of(number: int) -> str:
     """Return the name of an adapter's tokens: the encoder's output, the loop's input."""
-    return "image_context" if number == 0 else f"image_context_{number + 1}"
+    return numbered("image_context", number)
 
 
 def shown_of(number: int) -> str:
