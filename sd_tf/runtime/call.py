@@ -63,20 +63,18 @@ def _suited(name: str, otherwise: Any) -> Callable[[Manifest], Any]:
     return lambda manifest: manifest.suited.get(name, otherwise)
 
 
+STEERING = {"per": CONTROLNETS, "goes_with": "control_image", "taken_by": STEERED}
 SHARE = {"least": 0, "most": 1, "slider": (0, 1, 0.05)}
 
 
-def _of_nets(label: str, help: str, otherwise: float, **known) -> Any:
-    """Describe a number for each ControlNet, which goes with its picture."""
+def _of_models(label: str, help: str, otherwise: float, **known) -> Any:
+    """Describe a number for each of several models, which goes with its picture."""
     return parameter(
         Kind.NUMBER,
         label,
         f"{help} (default: {otherwise:g})",
         otherwise=lambda manifest: otherwise,
-        per=CONTROLNETS,
-        goes_with="control_image",
-        taken_by=STEERED,
-        **known,
+        **{**STEERING, **known},
     )
 
 
@@ -151,7 +149,7 @@ class Call:
         per=CONTROLNETS,
         taken_by=STEERED,
     )
-    control_scale: float | Sequence[float] | None = _of_nets(
+    control_scale: float | Sequence[float] | None = _of_models(
         "Control",
         "how much of what a ControlNet adds is taken",
         1.0,
@@ -159,10 +157,10 @@ class Call:
         most=MOST_CONTROL,
         slider=(0, 2, 0.05),
     )
-    control_start: float | Sequence[float] | None = _of_nets(
+    control_start: float | Sequence[float] | None = _of_models(
         "Control from", "where a ControlNet's share of the steps begins", 0.0, **SHARE
     )
-    control_end: float | Sequence[float] | None = _of_nets(
+    control_end: float | Sequence[float] | None = _of_models(
         "Control to", "where its share of the steps ends", 1.0, **SHARE
     )
     control_guess: bool | None = parameter(
@@ -182,14 +180,13 @@ class Call:
         is_prompt=True,
         taken_by=SHOWN_PICTURES,
     )
-    image_prompt_scale: float | Sequence[float] | None = parameter(
-        Kind.NUMBER,
+    image_prompt_scale: float | Sequence[float] | None = _of_models(
         "Weight of the picture",
-        "how much of what an IP-Adapter adds is taken (default: 1)",
+        "how much of what an IP-Adapter adds is taken",
+        1.0,
         least=-MOST_IMAGE_PROMPT,
         most=MOST_IMAGE_PROMPT,
         slider=(0, 1.5, 0.05),
-        otherwise=lambda manifest: 1.0,
         per=IP_ADAPTERS,
         goes_with="image_prompt",
         taken_by=SHOWN_PICTURES,
