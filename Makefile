@@ -92,12 +92,8 @@ test-second: $(VENV)/test.stamp
 test-parity: $(VENV)/test.stamp
 	$(PYTEST) tests/parity -m "not full_size and not long"
 
-# Whole pipelines of KerasCV and ours before the single models, in a process of their own: 11 GB.
-WHOLE := tests/parity/test_saved_models.py
-
 test-full-size: $(VENV)/test.stamp
-	$(PYTEST) $(WHOLE) -m "full_size and not long"
-	$(PYTEST) -m "full_size and not long" --ignore=$(WHOLE)
+	$(PYTEST) -m "full_size and not long"
 
 # What repeats on a larger scale what other tests show; half an hour more, before a release.
 test-long: $(VENV)/test.stamp $(VENV)/tools.stamp

@@ -13,12 +13,10 @@ from PIL import Image
 from sd_tf.components.build import component, component_names, empty_tokens_of
 from sd_tf.components.describe import manifest_of, origins
 from sd_tf.components.geometry import Fixed, geometry_of
-from sd_tf.export import ExportOptions, export
 from sd_tf.export.modules import Traces
 from sd_tf.runtime.adapters import ADAPTED_COMPONENTS
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.manifest import ComponentRecord, Manifest
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr as psnr_of
 from sd_tf.runtime.runner import LocalRunner
 from sd_tf.weights import open_checkpoint
@@ -57,16 +55,6 @@ def drawer(folder, opening=None, **options):
     runner = TracingRunner(checkpoint, Fixed(max_steps=12, **options))
     tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
     return Chain(runner.manifest, [runner], tokenizers, 0.0, runner.layers)
-
-
-def exporting_drawer(folder, opening=None, **options):
-    """Like `drawer`; on TensorFlow by an export, which shows that saving keeps what is drawn."""
-    if keras.backend.backend() == "jax":
-        return drawer(folder, opening, **options)
-    options = ExportOptions(max_steps=12, verify="off", **options)
-    export(open_checkpoint(folder / "checkpoint", **(opening or {})), folder / "export", options)
-    # Not compiled, which these sizes hardly repay; `test_saved_models` compares the two.
-    return Pipeline.load(folder / "export", jit_compile=False)
 
 
 class TracingRunner(LocalRunner):

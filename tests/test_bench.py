@@ -18,7 +18,7 @@ from sd_tf.bench.plan import BenchError, BenchOptions, make_plan
 from sd_tf.cli.main import main
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shapes
-from tests.exports import micro_export, shared_export
+from tests.exports import micro_export
 
 
 def shapes(height):
@@ -40,7 +40,7 @@ def run_script(*flags):
 
 @pytest.fixture(scope="session")
 def tiny_export():
-    return shared_export()
+    return micro_export()
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def measured(tiny_export, tmp_path_factory):
     result = run_script(
         f"--export_dir={tiny_export}",
         "--all",
-        "--num_steps=3",
+        "--num_steps=2",
         "--repeat=2",
         "--seed=7",
         f"--prompt={PROMPT}",
@@ -125,8 +125,8 @@ def test_measured(measured):
     [left_out] = content["left_out"]
     assert left_out["name"] == "KerasCV" and "860 M parameters" in left_out["reason"]
     assert content["flags"]["prompt"] == PROMPT
-    assert content["flags"]["export_dir"] == shared_export().name
-    assert str(shared_export().parent) not in json.dumps(content)
+    assert content["flags"]["export_dir"] == micro_export().name
+    assert str(micro_export().parent) not in json.dumps(content)
     assert content["versions"]["keras-cv"] == "0.9.0"
     assert content["hardware"]["cores"] >= 1 and "CPU" in content["hardware"]["devices"]
     assert re.search(r"warm run, median +\d", text)
@@ -333,6 +333,7 @@ def test_kerascv_with_random_weights(tmp_path):
 # What comes before and around the compiled code
 
 
+@pytest.mark.long
 def test_starts(tmp_path, capsys):
     file = tmp_path / "starts.json"
     flags = ["--num_steps", "1", "--rounds", "1", "--calls", "2", "--json", str(file)]

@@ -11,7 +11,10 @@ from tests.exports import micro_folder
 
 @pytest.mark.parametrize(
     ("pipeline", "engines", "batch"),
-    [("sd3-without-t5", "torch,jax", 2), ("flux-dev", "openvino", 1)],
+    [
+        pytest.param("sd3-without-t5", "torch,jax", 2, marks=pytest.mark.long),
+        ("flux-dev", "openvino", 1),
+    ],
 )
 def test_engines_in_turn(tmp_path, small_pipelines, capsys, pipeline, engines, batch):
     _, folder = small_pipelines(pipeline)

@@ -424,6 +424,7 @@ def test_steps_of_scaling(capsys):
     assert "--steps is 1 to 19. Received: 20" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_scaling(tmp_path, capsys):
     flags = [f"--checkpoint={micro_folder()}", f"--work={tmp_path}/work", f"--out={tmp_path}"]
     assert main(["bench", "scaling", *flags, "--batches=2", "--sizes=16"]) == 0

@@ -10,6 +10,7 @@ from sd_tf.cli.main import main
 from tests.exports import micro_folder
 
 
+@pytest.mark.long
 def test_updates_in_turn(tmp_path, capsys):
     flags = ["--checkpoint", str(micro_folder()), "--batch_size", "2", "--rounds", "2"]
     places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "report")]

@@ -329,6 +329,7 @@ def test_a_run_that_diffusers_loads(tmp_path, capsys):
     )
 
 
+@pytest.mark.long
 def test_several_hosts_learn_as_one(tmp_path):
     """Each has every other pair, and both end with what one would learn from both their batches."""
     flags = ["--noaverage", "--gradient_checkpointing"]

@@ -249,6 +249,7 @@ def test_a_checkpoint_is_fine_tuned(small_pipelines, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(*map(dict.values, encoders), strict=True))
 
 
+@pytest.mark.long
 def test_an_adapter_is_trained(small_pipelines, tmp_path):
     _, folder = small_pipelines("sd3.5")
     flags = ("--checkpoint", folder, "--without", "text_encoder_3", "--lora_rank", 2)

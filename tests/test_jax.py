@@ -176,7 +176,10 @@ def test_many_devices(tmp_path):
 
 @pytest.mark.parametrize(
     ("pipeline", "t5", "options"),
-    [("sd3", "text_encoder_3", {"storage": "int8"}), ("flux-dev", "text_encoder_2", {})],
+    [
+        ("sd3", "text_encoder_3", {"storage": "int8"}),
+        pytest.param("flux-dev", "text_encoder_2", {}, marks=pytest.mark.long),
+    ],
 )
 def test_a_transformer_on_many_devices(tmp_path, small_pipelines, pipeline, t5, options):
     _, folder = small_pipelines(pipeline)

@@ -179,6 +179,7 @@ def test_the_page_has_a_slider_for_each_adapter(front, pipe):
     assert differ(picture, expected) <= 1
 
 
+@pytest.mark.long
 def test_a_batch_file_has_mixtures(tmp_path, pipe):
     prompts = tmp_path / "p.jsonl"
     rows = [

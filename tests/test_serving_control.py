@@ -247,6 +247,7 @@ def test_rows(tmp_path):
         assert message in failure.reason
 
 
+@pytest.mark.long
 def test_a_batch(pipe, tmp_path):
     LINES.save(tmp_path / "lines.png")
     rows = [

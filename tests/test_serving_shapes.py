@@ -177,6 +177,7 @@ def test_the_page_chooses_a_size(front):
 # Batch files
 
 
+@pytest.mark.long
 def test_a_batch_file_has_widths(tmp_path, pipe):
     prompts = tmp_path / "p.csv"
     prompts.write_text("prompt,width,id\na,16,one\nb,24,two\nc,,three\nd,32,four\n")

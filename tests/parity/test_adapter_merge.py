@@ -13,11 +13,16 @@ from safetensors.numpy import load_file
 
 from sd_tf.adapters import read_adapter
 from sd_tf.config.original_names import original_names
-from sd_tf.export import ExportOptions, export
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.weights import layers_of, open_checkpoint
 from tests import peer_adapters, peers
-from tests.peer_pipelines import PROMPTS, Pair, channels_first, check_text_to_image, psnr
+from tests.peer_pipelines import (
+    PROMPTS,
+    Pair,
+    channels_first,
+    check_text_to_image,
+    drawer,
+    psnr,
+)
 
 CLOSE = 1e-6
 FAMILIES = ("sd1", "sd2-base", "sdxl-base")
@@ -154,13 +159,12 @@ def test_older_names_of_diffusers(made, tmp_path, name):
 
 
 def test_pictures(made, tmp_path):
-    """An export with adapters draws what diffusers draws with them, and not what it draws alone."""
+    """With adapters it draws what diffusers draws with them, and not what it draws alone."""
     one = made("sd1")
     adapters = [(one.everywhere, 0.4), (one.attention, -0.5)]
-    options = ExportOptions(height=64, width=64, batch_size=2, max_steps=8, verify="off")
-    export(open_checkpoint(one.checkpoint, lora=adapters), tmp_path / "export", options)
     pipeline = one.pipeline.from_pretrained(one.checkpoint)
-    pair = Pair(pipeline, Pipeline.load(tmp_path / "export", jit_compile=False))
+    ours = drawer(one.checkpoint.parent, {"lora": adapters}, height=64, width=64, batch_size=2)
+    pair = Pair(pipeline, ours)
     merged = pair.ours.manifest.checkpoint["diffusion_model"]["adapters"]
     assert [(adapter["name"], adapter["scale"]) for adapter in merged] == [("a", 0.4), ("b", -0.5)]
     arguments = {"latents": channels_first(pair.noise(1)), "prompt": PROMPTS[:1], **pair.size}

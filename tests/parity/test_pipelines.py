@@ -29,7 +29,6 @@ from tests.peer_pipelines import (
     check_pictures,
     check_text_to_image,
     drawer,
-    exporting_drawer,
     first_latent,
     pin_noise,
     psnr,
@@ -60,8 +59,7 @@ def pair(request, tmp_path_factory):
     pipeline = peers.random_pipeline(request.param, layers_per_block=1)
     folder = tmp_path_factory.mktemp(request.param)
     pipeline.save_pretrained(folder / "checkpoint")
-    draw = exporting_drawer if request.param == "sd1" else drawer
-    return Pair(pipeline, draw(folder, **options))
+    return Pair(pipeline, drawer(folder, **options))
 
 
 def of(*families):

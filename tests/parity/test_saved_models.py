@@ -20,6 +20,7 @@ from sd_tf.tokenizer.clip import VOCABULARY
 from sd_tf.weights import open_checkpoint
 from sd_tf.weights.kerascv import RELEASES, VAE_FILES
 from tests import peers
+from tests.exports import micro_folder
 from tests.parity.test_kerascv import randomize, save_h5
 from tests.peer_pipelines import GUIDANCE, NEGATIVE, PROMPTS, STEPS, check_pictures, psnr
 
@@ -38,12 +39,6 @@ def test_sizes_that_are_refused(small_pipelines, tmp_path, size):
     assert not list(tmp_path.iterdir())
 
 
-SHALLOW_UNET = {
-    **peers.SD1_UNET,
-    "block_out_channels": (32, 64),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-}
 VARIANTS = {
     "base": {},
     "batch 3": {"batch_size": 3, "jit_compile_text_encoder": True},
@@ -57,16 +52,13 @@ FIVE_SEEDS = [5, 0, -7, 2**31 - 1, 5]
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory):
-    """A variant's name → the folder of its export. SD1 of two levels, to save time."""
+    """A variant's name → the folder of its export, of the smallest checkpoint."""
     folder = tmp_path_factory.mktemp("variants")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(peers.UNETS, "sd1", SHALLOW_UNET)
-        peers.random_pipeline("sd1", layers_per_block=1).save_pretrained(folder / "checkpoint")
 
     def make(name):
         target = folder / name
         if not target.exists():
-            exported(folder / "checkpoint", target, height=64, width=64, **VARIANTS[name])
+            exported(micro_folder(), target, height=16, width=16, **VARIANTS[name])
         return target
 
     return make
@@ -190,6 +182,7 @@ def in_new_process(function, *args, **options):
         return pool.submit(function, *args, **options).result()
 
 
+@pytest.mark.long
 @pytest.mark.full_size
 def test_kerascv(tmp_path):
     """KerasCV cuts the decimals off where we round: half the pixels differ by one, 51 dB."""
