@@ -222,6 +222,7 @@ def test_messages_of_the_library_and_of_its_commands(tmp_path, monkeypatch, caps
 # Quiet
 
 
+@pytest.mark.long
 def test_no_lines_of_libraries(tmp_path):
     """An export traces, compiles, saves and loads in silence; a real error still appears.
 

@@ -299,6 +299,7 @@ def instruct(*given, **options):
     return main(arguments(*given, **options))
 
 
+@pytest.mark.long
 def test_a_run_that_diffusers_loads(tmp_path, capsys):
     late = ["--ema_start", "0.5", "--sample_every", "4", "--save_every", "2", "--precompute"]
     late += ["--nojit_compile"]

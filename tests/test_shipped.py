@@ -79,6 +79,7 @@ def test_the_editor_has_what_the_drawer_has():
         np.testing.assert_array_equal(tensor.read(), theirs[name].read())
 
 
+@pytest.mark.long
 def test_the_bare_command_draws(tmp_path, monkeypatch, capsys):
     """With no export named, the embedded checkpoint is exported, once, and drawn with what suits
     it.

@@ -14,6 +14,7 @@ from tests import peers
 pytestmark = pytest.mark.full_size
 
 
+@pytest.mark.long
 def test_kerascv_diffusion_model(tmp_path):
     small = peers.random_pipeline("sd1")
     unet = diffusers.UNet2DConditionModel(sample_size=64, cross_attention_dim=768)

@@ -14,6 +14,10 @@ from sd_tf.weights import CheckpointError, open_checkpoint
 from sd_tf.weights.kerascv import RELEASES, VAE_FILES
 
 pytestmark = pytest.mark.full_size
+EACH_RELEASE = pytest.mark.parametrize(
+    "release",
+    [name if name == "sd1.4" else pytest.param(name, marks=pytest.mark.long) for name in RELEASES],
+)
 kcv = keras_cv.models.stable_diffusion
 TOLERANCE = 1e-4
 
@@ -54,7 +58,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@EACH_RELEASE
 def test_text_encoder(tmp_path, release):
     _, classes, files = RELEASES[release]
     (tmp_path / files["unet"]).touch()
@@ -81,7 +85,7 @@ def test_vae(folder):
     close(vae.encode(images)[0] * scaling, encoder(images))
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@EACH_RELEASE
 def test_diffusion_model(tmp_path, release):
     family_class = {"sd1.4": kcv.DiffusionModel, "sd2.1": DiffusionModelV2}[release]
     model = randomize(family_class(64, 128, 77, download_weights=False), 5)
