@@ -40,15 +40,15 @@ def run_script(*flags):
 
 @pytest.fixture(scope="session")
 def tiny_export():
-    return micro_export()
+    return shared_export()
 
 
 @pytest.fixture(scope="session")
-def measured(tiny_export, tmp_path_factory):
+def measured(tmp_path_factory):
     """The script's text, its JSON and its page, of all variants."""
     folder = tmp_path_factory.mktemp("bench_output")
     result = run_script(
-        f"--export_dir={tiny_export}",
+        f"--export_dir={micro_export()}",
         "--all",
         "--num_steps=2",
         "--repeat=2",
