@@ -18,7 +18,7 @@ from sd_tf.bench.plan import BenchError, BenchOptions, make_plan
 from sd_tf.cli.main import main
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shapes
-from tests.exports import micro_export
+from tests.exports import micro_export, shared_export
 
 
 def shapes(height):
