@@ -159,6 +159,13 @@ PLACES = (
         choices=LAYERS,
     ),
     Option("image_prompts", 4, "Most pictures of a prompt for each IP-Adapter.", int),
+    Option(
+        "reuse",
+        1,
+        "The most model calls that one run of a UNet's deep layers may serve, as a call may ask: "
+        "faster, less exact pictures. See docs/reuse.md.",
+        int,
+    ),
 )
 
 EXPORT = (

@@ -20,6 +20,7 @@ from sd_tf.components.geometry import Geometry
 from sd_tf.components.guidance import guidance_of
 from sd_tf.components.image_prompts import LoopImagePrompts, vision_encoder
 from sd_tf.components.places import Place, Places
+from sd_tf.components.reuse import LoopReuse, reuse_of
 from sd_tf.components.spec import COMPONENTS, VISION_ENCODER, Endpoint, as_is
 from sd_tf.components.text_encoder import Read, reader_of, text_encoder
 from sd_tf.config import (
@@ -64,6 +65,7 @@ class Component:
     tables: Mapping[Size, Packed] = field(default_factory=dict)
     default_scheduler: int = 0  # its number in the tables
     places: Places = field(default_factory=Places)
+    reuse: LoopReuse = field(default_factory=LoopReuse)
     is_rewritten: bool = True  # for the target's compiler; a text encoder stays as it is written
 
     def endpoints(self, shape: Shape, tables=None, shared=as_is) -> dict[str, Endpoint]:
@@ -194,6 +196,10 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
     denoiser = places.taking_kernels(model)
     skipping = places.taking_kernels(partial(model, skipped=skipped)) if skipped else None
     guidance = guidance_of(geometry.guidance, config, geometry.guidance_rescale)
+    reuse = LoopReuse()
+    if geometry.reuse > 1:
+        keeping = places.taking_kernels(partial(model, keeps=True))
+        reuse = LoopReuse(reuse_of(config, geometry), model, keeping)
     tables = {size: tables_of(config, size, geometry.max_steps) for size in geometry.shapes.sizes}
     default = next(iter(tables.values())).numbers[config.schedule.sampler]
 
@@ -206,8 +212,9 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
             places,
             controls,
             images,
+            reuse,
             shape,
-            geometry.shapes.latent(shape.size),
+            geometry.shapes,
             default,
             config.denoiser.is_told_guidance,
             skipping,
@@ -221,6 +228,7 @@ def _diffusion_model(config, geometry, precision, empty_tokens, build) -> Compon
         tables=tables,
         default_scheduler=default,
         places=places,
+        reuse=reuse,
     )
 
 

@@ -10,6 +10,7 @@ from sd_tf.components.build import component_names, tables_of
 from sd_tf.components.geometry import Fixed, Geometry
 from sd_tf.components.guidance import guidance_of
 from sd_tf.components.image_prompts import image_prompts_of
+from sd_tf.components.reuse import reuse_of
 from sd_tf.config import family_of, suited_to
 from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.manifest import ComponentRecord, Manifest, SchedulerRecord, file_hash, serves
@@ -61,6 +62,7 @@ def manifest_of(
             for name, net in zip(checkpoint.controlnets, config.controlnets.values(), strict=True)
         ),
         image_prompts=image_prompts_of(config, checkpoint.image_adapters, geometry.image_prompts),
+        reuse=reuse_of(config, geometry),
         tokenizers={
             name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
         },

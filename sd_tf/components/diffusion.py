@@ -10,8 +10,10 @@ from sd_tf.components.controls import CONTROL, Controls
 from sd_tf.components.guidance import SCALE, Guidance
 from sd_tf.components.image_prompts import PICTURES, LoopImagePrompts
 from sd_tf.components.places import KERNELS, Places
+from sd_tf.components.reuse import LoopReuse
 from sd_tf.components.spec import Endpoint, Spec, as_is
-from sd_tf.runtime.shapes import Shape
+from sd_tf.runtime.reuse import FEATURES, REUSE
+from sd_tf.runtime.shapes import Shape, Shapes
 from sd_tf.sampling import noise as noise_source
 from sd_tf.sampling.loop import denoise, empty_history
 from sd_tf.sampling.rows import HISTORY
@@ -22,8 +24,9 @@ class DiffusionModel:
 
     Inputs that every call of the loop shares are passed on by name: `num_steps`, `scheduler` (its
     number), the guidance's scales, the conditions, the adapters' scales where there are places for
-    adapters, the control pictures and what goes with them where there are ControlNets, and the
-    tokens of pictures that are prompts where there are IP-Adapters.
+    adapters, the control pictures and what goes with them where there are ControlNets, the tokens
+    of pictures that are prompts where there are IP-Adapters, and how often deep features are
+    computed anew where they may be reused.
     """
 
     def __init__(
@@ -36,8 +39,9 @@ class DiffusionModel:
         places: Places,
         controls: Controls,
         images: LoopImagePrompts,
+        reuse: LoopReuse,
         shape: Shape,
-        latents: tuple[int, int, int],  # their shape (h, w, c)
+        shapes: Shapes,  # all of the export's
         default_scheduler: int,
         tells_guidance: bool = False,  # the denoiser takes the guidance scale
         skipping=None,  # the denoiser without the blocks of skip-layer guidance
@@ -50,12 +54,15 @@ class DiffusionModel:
         self.tables, self.places = tables, places
         self._merged = shared(places.merged)
         self.conditions, self.guidance = conditions, guidance
-        self.batch_size, self.latent_shape = shape.batch_size, latents
+        self.batch_size, self.latent_shape = shape.batch_size, shapes.latent(shape.size)
         parts = [part.prompt for part in guidance.parts]
         self.controls = controls.running(shared, parts)
         self._control_inputs = controls.inputs(shape)
         self._keys = partial(images.keys, parts=guidance.parts, shared=shared)
         self._image_inputs = images.inputs(shape)
+        self.reuse, self._kept = reuse, reuse.state(shape, shapes)
+        if reuse.keeping is not None:
+            self.keeping = shared(reuse.keeping, open_batch=True, fixed=(KERNELS,))
         self.default_scheduler = default_scheduler
         self.tells_guidance = tells_guidance
         self._shared_walk = shared(self._walk)
@@ -66,9 +73,9 @@ class DiffusionModel:
         history = Spec((HISTORY, *latents.shape))
         scalar, seeds = Spec(dtype="int32"), Spec((self.batch_size,), "int32")
         call = {**self.conditions.inputs, "num_steps": scalar, **self.guidance.inputs}
-        further = {**self.guidance.further_inputs, **self.places.inputs, **self._steering}
+        further = {**self.guidance.further_inputs, **self.places.inputs, **self._neutral}
         chosen = {**call, "scheduler": scalar, **further}
-        state = {"latent": latents, "history": history}
+        state = {"latent": latents, "history": history, **self._kept}
         bounds = {"first": scalar, "start": scalar, "stop": scalar}
         steps = {"scheduler": scalar, "num_steps": scalar}
         image = {"noise": latents, "image_latent": latents, "start": scalar, **steps}
@@ -88,7 +95,7 @@ class DiffusionModel:
     def default(self, **inputs):
         """Draw with the default scheduler, without adapters; picture i has the seed i."""
         scheduler = ops.convert_to_tensor(self.default_scheduler, "int32")
-        none = {name: ops.zeros(s.shape, s.dtype) for name, s in self._steering.items()}
+        none = {name: ops.zeros(s.shape, s.dtype) for name, s in self._neutral.items()}
         further = {**self.guidance.without_extra(), **self.places.none(), **none}
         return self.seeded(self._default_seeds, scheduler=scheduler, **further, **inputs)
 
@@ -102,8 +109,10 @@ class DiffusionModel:
     def _whole_run(self, unit_noise, seeds, num_steps, scheduler, **inputs):
         x = unit_noise * self._of_run(self.tables.scales, scheduler, num_steps)
         stop = self._of_run(self.tables.calls, scheduler, num_steps)
-        past, zero = empty_history(x), ops.convert_to_tensor(0, "int32")
-        x, _ = self._run(x, past, zero, zero, stop, seeds, scheduler, num_steps, inputs)
+        zero = ops.convert_to_tensor(0, "int32")
+        kept = [ops.zeros(spec.shape, spec.dtype) for spec in self._kept.values()]
+        state = [x, empty_history(x), *kept]
+        x, *_ = self._run(state, zero, zero, stop, seeds, scheduler, num_steps, inputs)
         return {"latent": x}
 
     # Runs in segments
@@ -121,34 +130,40 @@ class DiffusionModel:
 
     def segment(self, latent, history, first, start, stop, seed, scheduler, num_steps, **inputs):
         """Walk the rows [start, stop) of a run that began at row `first`."""
-        x, past = self._run(latent, history, first, start, stop, seed, scheduler, num_steps, inputs)
-        return {"latent": x, "history": past}
+        state = [latent, history, *(inputs[name] for name in self._kept)]
+        after = self._run(state, first, start, stop, seed, scheduler, num_steps, inputs)
+        return dict(zip(("latent", "history", *self._kept), after, strict=True))
 
     # The loop
 
-    def _run(self, x, past, first, start, stop, seeds, scheduler, num_steps, inputs):
+    def _run(self, state, first, start, stop, seeds, scheduler, num_steps, inputs):
         scales = {name: inputs[name] for name in self.guidance.scales}
         scales |= {name: inputs[name] for name in self.guidance.further_inputs}
         conditions = {name: inputs[name] for name in self.conditions.inputs}
         adapters = {name: inputs[name] for name in self.places.inputs}
         control = {name: inputs[name] for name in self._control_inputs}
         images = {name: inputs[name] for name in self._image_inputs}
-        given = scales, conditions, adapters, control, images
-        return self._shared_walk(x, past, first, start, stop, seeds, scheduler, num_steps, *given)
+        reuse = {name: inputs[name] for name in self.reuse.inputs}
+        given = scales, conditions, adapters, control, images, reuse
+        return self._shared_walk(state, first, start, stop, seeds, scheduler, num_steps, *given)
 
-    def _walk(self, x, past, first, start, stop, seeds, scheduler, num_steps, *given):
+    def _walk(self, state, first, start, stop, seeds, scheduler, num_steps, *given):
         """Walk with the values that all model calls share: see `_predictor`."""
+        x, past, *kept = state
         offset = self._of_run(self.tables.starts, scheduler, num_steps)
 
         def rows(i, variant):
             return ops.take(ops.take(self.tables.rows, offset + i, axis=0), variant, axis=0)
 
         calls = self._of_run(self.tables.calls, scheduler, num_steps)
-        predict = self._predictor(*given, calls)
-        return denoise(predict, rows, x, past, first, start, ops.minimum(stop, calls), seeds)
+        predict = self._predictor(*given, first, calls)
+        return denoise(predict, rows, x, past, kept, first, start, ops.minimum(stop, calls), seeds)
 
-    def _predictor(self, scales, conditions, adapters, control, images, calls):
-        """Return (x, timestep, call) → the guided output; what the calls share is computed here."""
+    def _predictor(self, scales, conditions, adapters, control, images, reuse, first, calls):
+        """Return (x, timestep, call, *kept) → the guided output, and what is kept after the call.
+
+        What all calls share is computed here.
+        """
         guidance, names = self.guidance, self.conditions.names
         shared = {}
         if adapters:
@@ -166,22 +181,34 @@ class DiffusionModel:
 
         seen = given if keys is None else {**given, PICTURES: keys}
 
-        def with_control(x, timestep, call):
-            """Run the denoiser with what the nets add; they do not see what is beside x."""
+        def with_control(denoiser, x, timestep, call):
+            """Return the output with what the nets add, and that; they see x without what is beside.
+            """
             if not hints:
-                return run(self.denoiser, x, timestep, seen)
+                return run(denoiser, x, timestep, seen), None
             noisy = x[..., : self.latent_shape[-1]]
             timesteps = ops.broadcast_to(timestep, (x.shape[0],))
             added = self.controls.added(noisy, timesteps, given, hints, call, control)
-            return run(self.denoiser, x, timestep, {**seen, CONTROL: added})
+            return run(denoiser, x, timestep, {**seen, CONTROL: added}), added
 
-        def predict(x, timestep, call):
+        def output_of(x, timestep, call, *kept):
+            if not kept:
+                return [with_control(self.denoiser, x, timestep, call)[0]]
+
+            def shallow(features, added):
+                own = {} if added is None else {CONTROL: added}
+                return run(self.denoiser, x, timestep, {**seen, **own, FEATURES: features})
+
+            whole = partial(with_control, self.keeping, x, timestep, call)
+            is_fresh = ops.equal(ops.mod(call - first, ops.maximum(reuse[REUSE], 1)), 0)
+            return self.reuse.predict(is_fresh, whole, shallow, *kept)
+
+        def predict(x, timestep, call, *kept):
             more = None
             if guidance.extra is not None:
                 more = partial(self._with_extra, run, conditions, scales, timestep, call, calls)
-            return guidance.predict(
-                lambda x: with_control(x, timestep, call), x, beside, own_scales, more
-            )
+            output, *kept = output_of(guidance.expanded(x, beside), timestep, call, *kept)
+            return guidance.guided(x, output, own_scales, more), *kept
 
         return predict
 
@@ -200,9 +227,9 @@ class DiffusionModel:
         return ops.cond(extra.is_wanted(call, calls, scale, *own_scales), combined, lambda: output)
 
     @property
-    def _steering(self) -> dict[str, Spec]:
-        """The inputs for what steers the pictures beside prompts; zeros steer nothing."""
-        return {**self._control_inputs, **self._image_inputs}
+    def _neutral(self) -> dict[str, Spec]:
+        """The further inputs whose zeros change nothing."""
+        return {**self._control_inputs, **self._image_inputs, **self.reuse.inputs}
 
     @property
     def _default_seeds(self):

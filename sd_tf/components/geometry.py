@@ -37,6 +37,7 @@ class Fixed:
     adapter_rank: int = DEFAULT_RANK  # the highest rank that such an adapter may have
     adapter_layers: str = DEFAULT_LAYERS  # the denoiser's layers that they may change
     image_prompts: int = 4  # most pictures of a prompt for each IP-Adapter
+    reuse: int = 1  # most model calls that one run of a UNet's deep layers may serve
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Geometry:
     prompt_chunks: int
     adapters: AdapterPlaces
     image_prompts: int  # most pictures of a prompt for each IP-Adapter
+    reuse: int  # most model calls that one run of a UNet's deep layers may serve
 
 
 def takes_weights(config: PipelineConfig) -> bool:
@@ -67,6 +69,14 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
     if fixed.image_prompts < 1:
         refuse("A prompt has places for at least 1 picture.", fixed.image_prompts)
+    if fixed.reuse < 1:
+        refuse("A run of the deep layers serves at least 1 model call.", fixed.reuse)
+    if fixed.reuse > 1 and config.denoiser.feature_channels is None:
+        refuse(
+            "Only a UNet has deep layers whose features later model calls can reuse: `reuse` must "
+            "be 1 for a transformer.",
+            fixed.reuse,
+        )
     if fixed.prompt_chunks < 1:
         refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
     if fixed.prompt_chunks > 1 and not takes_weights(config):
@@ -104,6 +114,7 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         fixed.prompt_chunks,
         adapters_of(fixed),
         fixed.image_prompts,
+        fixed.reuse,
     )
 
 

@@ -88,14 +88,17 @@ class Guidance:
 
         return [_joined([of_part(part, name) for part in self.parts]) for name in names]
 
-    def predict(self, model: Callable, x, beside: Sequence, scales: Sequence, more=None):
-        """Run the denoiser once for all parts of the sample x, and combine its outputs.
+    def expanded(self, x, beside: Sequence):
+        """Return the sample for all parts, with what stands beside it: the denoiser's input."""
+        return ops.concatenate([_joined([x] * len(self.parts)), *beside], axis=-1)
+
+    def guided(self, x, output, scales: Sequence, more=None):
+        """Combine the denoiser's outputs for all parts of the sample x.
 
         Args:
             more: (x, output so far, the prompt's own prediction) → output; the further prediction.
         """
-        inputs = ops.concatenate([_joined([x] * len(self.parts)), *beside], axis=-1)
-        output = ops.cast(model(inputs), "float32")
+        output = ops.cast(output, "float32")
         outputs = ops.split(output, len(self.parts)) if len(self.parts) > 1 else [output]
         output = self.combine(outputs, *scales)
         if more is None:

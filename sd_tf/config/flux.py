@@ -14,6 +14,7 @@ class FluxConfig:
     patch_size: ClassVar[int] = 2
     most_latents: ClassVar[None] = None  # positions are computed
     skip_layers: ClassVar[tuple[int, ...]] = ()
+    feature_channels: ClassVar[None] = None  # it has no deep layers that could be left out
 
     in_channels: int = 64  # of a patch
     out_channels: int = 64

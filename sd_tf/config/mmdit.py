@@ -12,6 +12,7 @@ class MMDiTConfig:
     conditioner: ClassVar[str] = "sd3"  # how texts become its conditions
     num_time_ids: ClassVar[int] = 0
     is_told_guidance: ClassVar[bool] = False
+    feature_channels: ClassVar[None] = None  # it has no deep layers that could be left out
 
     in_channels: int = 16
     out_channels: int = 16

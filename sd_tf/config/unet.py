@@ -17,6 +17,11 @@ class AddedConditioning:
         return self.pooled_dim + self.num_time_ids * self.time_embed_dim
 
 
+# Layers of the first resolution's way down that are computed in every model call, as are its last
+# ones on the way up, one more. All others are deep: features of an earlier call can stand for them.
+SHALLOW = 1
+
+
 @dataclass(frozen=True)
 class UNetConfig:
     """The denoiser; the defaults are SD1's.
@@ -52,6 +57,21 @@ class UNetConfig:
     @property
     def time_embed_dim(self) -> int:
         return 4 * self.channels[0]
+
+    @property
+    def shallow_skips(self) -> int:
+        """How many skip connections lead from shallow layers to shallow layers."""
+        return SHALLOW + 1
+
+    @property
+    def first_shallow(self) -> int:
+        """The first layer of the last way up that is shallow."""
+        return len(self.up_depths[-1]) - self.shallow_skips
+
+    @property
+    def feature_channels(self) -> int:
+        """The channels of what the deep layers give to the shallow ones."""
+        return self.channels[0] if self.first_shallow else self.channels[:2][-1]
 
     @property
     def kind(self) -> str:

@@ -132,7 +132,7 @@ class Traces:
                 for name, value in kwargs.items()
             }
             specs = tf.nest.map_structure(spec, args), named
-            key = function, rewrites(), tuple(tf.nest.flatten(specs))
+            key = function, rewrites(), tuple(named), tuple(tf.nest.flatten(specs))
             if key not in self._traced:
                 traced = tf.function(function, autograph=False)
                 self._traced[key] = traced.get_concrete_function(*specs[0], **specs[1])

@@ -41,6 +41,7 @@ OWNED = {
         "suited",
         "controls",
         "image_prompts",
+        "reuse",
     ),
 }
 TEXT_CONDITIONS = ("context", "pooled")  # what a text encoder gives to a diffusion model

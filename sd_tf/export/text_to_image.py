@@ -76,6 +76,7 @@ class TextToImageModule(tf.Module):
             "scheduler": Spec((), "string"),
             **dict.fromkeys(self._manifest.further_scales, Spec()),
             **self._parts["diffusion_model"].places.inputs,
+            **self._parts["diffusion_model"].reuse.inputs,
         }
         for prefix, is_compiled in (("", True), (PLAIN, False)):
             draw = self._drawing(shape, is_compiled)
@@ -145,6 +146,7 @@ class TextToImageModule(tf.Module):
                 for name in manifest.further_scales
             },
             **self._parts["diffusion_model"].places.none(),
+            **self._parts["diffusion_model"].reuse.none(),
         }
 
     def _number(self, scheduler):

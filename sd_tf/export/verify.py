@@ -17,6 +17,7 @@ from sd_tf.runtime.image_prompts import SCALES as IMAGE_SCALES
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
+from sd_tf.runtime.reuse import REUSE, reuse_input
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.runtime.shapes import Shapes
@@ -51,6 +52,7 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
         "image_guidance_scale": np.float32(1.5),
         "true_guidance_scale": np.float32(2.0),
         "skip_layer_guidance_scale": np.float32(2.8),
+        REUSE: np.int32(2),
     }
     nets = specs[SCALES].shape[0] if SCALES in specs else 0
     known |= inputs_of([1.0] * nets, [(0, ALL_CALLS)] * nets, guesses=False)
@@ -170,6 +172,7 @@ def drawn(
             "seed": np.array(seeds, "int32"),
             "scheduler": np.array(manifest.default_sampler),
             **{name: np.float32(NO_FURTHER_GUIDANCE[name]) for name in manifest.further_scales},
+            **reuse_input(manifest.reuse, 1),
         }
         name = manifest.shapes.signature(endpoint, shape)
         samples.append(Sample(name, inputs, {"image_bytes": images}))

@@ -19,12 +19,13 @@ from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
 from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
 from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.reuse import FEATURES
 from sd_tf.runtime.runner import CALLED
 from sd_tf.runtime.shapes import Shape, Shapes, Size
 from sd_tf.sampling.packed import Packed
 from sd_tf.weights import Checkpoint, layout
 
-STATE = ("latent", "history")  # a segment's inputs that it also returns, in the same memory
+STATE = ("latent", "history", FEATURES)  # a segment's inputs that it also returns, in the same memory
 TABLES = "tables."
 
 
@@ -109,7 +110,7 @@ class JaxComponent:
             )
             for name, s in specs.items()
         }
-        donated = STATE if endpoint == "segment" else ()
+        donated = [name for name in STATE if name in inputs and endpoint == "segment"]
         return self.weights, {name: inputs.pop(name) for name in donated}, inputs
 
     def jitted(self, endpoint: str, mesh: Mesh, shape: Shape):

@@ -13,6 +13,7 @@ from sd_tf.runtime.adapter_places import ADAPTER_SCALES
 from sd_tf.runtime.controls import PER_NET
 from sd_tf.runtime.image_prompts import SCALES as IMAGE_SCALES
 from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.reuse import FEATURES
 
 DATA, MODEL = "data", "model"
 # The starts of the names of weights that are divided: those of the denoisers, of
@@ -55,7 +56,7 @@ def of_value(mesh: Mesh, name: str, rank: int) -> NamedSharding:
     """Return where an input or output lies: its pictures are divided over the data axis."""
     if rank == 0 or name in (ADAPTER_SCALES, IMAGE_SCALES, *PER_NET):
         return NamedSharding(mesh, PartitionSpec())
-    before = (None,) if name == "history" else ()
+    before = (None,) if name in ("history", FEATURES) else ()
     return NamedSharding(mesh, PartitionSpec(*before, DATA))
 
 

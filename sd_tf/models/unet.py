@@ -5,6 +5,7 @@ import math
 import numpy as np
 from keras import ops
 
+from sd_tf.config.unet import SHALLOW
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import (
     Block,
@@ -59,11 +60,16 @@ class Stage(Block):
         ]
         self.depths = depths
 
-    def beside(self, pictures):
+    def beside(self, pictures, chosen=slice(None)):
         """Take from an iterator what each transformer attends to beside the context."""
         if pictures is None:
-            return [None] * len(self.depths)
-        return [[next(pictures) for _ in range(depth)] for depth in self.depths]
+            return None
+        return [[next(pictures) for _ in range(depth)] for depth in self.depths[chosen]]
+
+    def layers(self, beside, chosen=slice(None)):
+        """Yield each chosen resnet, its transformer, and what that attends to beside the context."""
+        resnets, attentions = self.resnets[chosen], self.attentions[chosen]
+        yield from zip(resnets, attentions, beside or [None] * len(resnets), strict=True)
 
 
 class DownBlock(Stage):
@@ -73,16 +79,19 @@ class DownBlock(Stage):
         self.width = out_channels
         self.downsamplers = [Downsample(out_channels, BOTH_SIDES, dtype)] if downsample else []
 
-    def call(self, x, time_embedding, context, beside=None):
-        """Return the result and the skip connections for the way up."""
+    def call(self, x, time_embedding, context, beside=None, first=0, stop=None):
+        """Return the result and the skip connections for the way up.
+
+        Of the layers, those from `first` to before `stop` are run; after the last one, the
+        downsampler.
+        """
         skips = []
-        beside = self.beside(None) if beside is None else beside
-        for resnet, attention, more in zip(self.resnets, self.attentions, beside, strict=True):
+        for resnet, attention, more in self.layers(beside, slice(first, stop)):
             x = resnet(x, time_embedding)
             if attention is not None:
                 x = attention(x, context, pictures=more)
             skips.append(x)
-        for downsampler in self.downsamplers:
+        for downsampler in self.downsamplers if stop is None else ():
             x = downsampler(x)
             skips.append(x)
         return x, skips
@@ -97,7 +106,7 @@ class MidBlock(Stage):
 
     def call(self, x, time_embedding, context, beside=None):
         x = self.resnets[0](x, time_embedding)
-        beside = self.beside(None) if beside is None else beside
+        beside = beside or [None] * len(self.attentions)
         for attention, resnet, more in zip(self.attentions, self.resnets[1:], beside, strict=True):
             x = resnet(attention(x, context, pictures=more), time_embedding)
         return x
@@ -113,15 +122,19 @@ class UpBlock(Stage):
         super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
         self.upsamplers = [Upsample(out_channels, dtype)] if upsample else []
 
-    def call(self, x, skips, time_embedding, context, size=None, beside=None):
-        """Apply the block; `size` is the next level's height and width (None: twice this one's)."""
-        beside = self.beside(None) if beside is None else beside
-        layers = zip(self.resnets, self.attentions, skips, beside, strict=True)
-        for resnet, attention, skip, more in layers:
+    def call(
+        self, x, skips, time_embedding, context, size=None, beside=None, first=0, stop=None
+    ):
+        """Run the layers from `first` to before `stop`; after the last one, the upsampler.
+
+        `size` is the next level's height and width (None: twice this one's).
+        """
+        layers = self.layers(beside, slice(first, stop))
+        for (resnet, attention, more), skip in zip(layers, skips, strict=True):
             x = resnet(ops.concatenate([x, skip], axis=-1), time_embedding)
             if attention is not None:
                 x = attention(x, context, pictures=more)
-        for upsampler in self.upsamplers:
+        for upsampler in self.upsamplers if stop is None else ():
             x = upsampler(x, size=size)
         return x
 
@@ -163,10 +176,24 @@ class Trunk(Block):
 
     def descend(self, x, embedding, context, pictures=None):
         """Go down from the first feature map; return the middle's output and the skips."""
-        skips = [x]
+        skips = self.enter(x, embedding, context, pictures)
+        x, more = self.descend_further(skips[-1], embedding, context, pictures)
+        return x, skips + more
+
+    def enter(self, x, embedding, context, pictures=None):
+        """Run the shallow layers; return their skips, of which the last is the result."""
+        block = self.down_blocks[0]
+        beside = block.beside(pictures, slice(SHALLOW))
+        _, more = block(x, embedding, context, beside=beside, stop=SHALLOW)
+        return [x, *more]
+
+    def descend_further(self, x, embedding, context, pictures=None):
+        """Go down from the shallow layers; return the middle's output and the further skips."""
+        skips, first = [], SHALLOW
         for block in self.down_blocks:
-            x, more = block(x, embedding, context, beside=block.beside(pictures))
-            skips += more
+            beside = block.beside(pictures, slice(first, None))
+            x, more = block(x, embedding, context, beside=beside, first=first)
+            skips, first = skips + more, 0
         if self.mid_block is not None:
             x = self.mid_block(x, embedding, context, beside=self.mid_block.beside(pictures))
         return x, skips
@@ -238,6 +265,8 @@ class UNet(Trunk):
         guidance=None,
         control=None,
         pictures=None,
+        features=None,
+        keeps=False,
     ):
         """Predict: latents (B, h, w, C), timesteps (B,), context (B, 77, D) → (B, h, w, 4).
 
@@ -245,18 +274,51 @@ class UNet(Trunk):
         takes `guidance`, the guidance scale (B,). `control` is what ControlNets add to the skip
         connections and, the last one, to the middle's output. `pictures` are the keys, values and
         masks of image prompts for each attention to the context, in the order of computation.
+
+        With `keeps`, the deep layers' features are returned, too: a later call that takes them as
+        `features` runs the shallow layers alone (DeepCache, Ma et al. 2023). Its `control` has but
+        the `shallow_skips`.
         """
-        pictures = None if pictures is None else iter(pictures)
+        if pictures is not None:
+            pictures = iter(pictures if features is None else self._of_shallow(pictures))
         embedding = self.embed(timesteps, pooled, time_ids, guidance)
-        x, skips = self.descend(self.conv_in(latents), embedding, context, pictures)
-        if control is not None:
-            *skips, x = (own + added for own, added in zip([*skips, x], control, strict=True))
-        for block in self.up_blocks:
-            mine = [skips.pop() for _ in block.resnets]  # the last one first
-            size = tuple(skips[-1].shape[1:3]) if skips else None
-            beside = block.beside(pictures)
-            x = block(x, mine, embedding, context, size=size, beside=beside)
-        return self.conv_out(ops.silu(self.conv_norm_out(x)))
+        skips = self.enter(self.conv_in(latents), embedding, context, pictures)
+        if features is None:
+            x, more = self.descend_further(skips[-1], embedding, context, pictures)
+            skips += more
+            if control is not None:
+                *skips, x = _sums([*skips, x], control)
+            features = self._rise(x, skips, embedding, context, pictures)
+        elif control is not None:
+            skips = _sums(skips, control)
+        last, first = self.up_blocks[-1], self.config.first_shallow
+        beside = last.beside(pictures, slice(first, None))
+        shallow = skips[: self.config.shallow_skips][::-1]
+        x = last(features, shallow, embedding, context, beside=beside, first=first)
+        output = self.conv_out(ops.silu(self.conv_norm_out(x)))
+        return (output, features) if keeps else output
+
+    def _rise(self, x, skips, embedding, context, pictures):
+        """Go up from the middle's output until the shallow layers; return their features."""
+        skips = list(skips)
+        for number, block in enumerate(self.up_blocks):
+            is_last = number == len(self.up_blocks) - 1
+            stop = self.config.first_shallow if is_last else None
+            mine = [skips.pop() for _ in block.resnets[:stop]]  # the last one first
+            size = tuple(skips[-1].shape[1:3])
+            beside = block.beside(pictures, slice(stop))
+            x = block(x, mine, embedding, context, size=size, beside=beside, stop=stop)
+        return x
+
+    def _of_shallow(self, pictures):
+        """Leave out what the deep layers' attentions take."""
+        down = sum(self.down_blocks[0].depths[:SHALLOW])
+        up = sum(self.up_blocks[-1].depths[self.config.first_shallow :])
+        return [*pictures[:down], *pictures[len(pictures) - up :]]
+
+
+def _sums(own, added):
+    return [one + more for one, more in zip(own, added, strict=True)]
 
 
 def embed_guidance(scale, width):

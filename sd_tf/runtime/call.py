@@ -21,6 +21,7 @@ from sd_tf.runtime.capabilities import (
     IP_ADAPTERS,
     PAINTS,
     PLAIN,
+    REUSING,
     SHOWN_PICTURES,
     SIZED,
     SKIPPING,
@@ -252,6 +253,16 @@ class Call:
         "the sampler that walks from noise to the picture (default: the checkpoint's)",
         choices=lambda manifest: manifest.samplers,
         otherwise=lambda manifest: manifest.default_sampler,
+    )
+    reuse: int | None = parameter(
+        Kind.WHOLE,
+        "Reuse",
+        "run the UNet's deep layers in every such model call only: faster, less exact (default: 1)",
+        least=1,
+        most=lambda manifest: manifest.reuse.most,
+        slider=(1, None, 1),
+        otherwise=lambda manifest: 1,
+        taken_by=REUSING,
     )
     prompt_syntax: str | None = parameter(
         Kind.CHOICE,

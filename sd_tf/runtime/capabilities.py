@@ -49,6 +49,9 @@ SHOWN_PICTURES = Condition(
     "exports with IP-Adapters (--ip_adapter)",
     lambda manifest: bool(manifest.image_prompts.adapters),
 )
+REUSING = Condition(
+    "exports that may reuse deep features (--reuse)", lambda manifest: manifest.reuse.most > 1
+)
 CONTROLNETS = Per("ControlNets", lambda manifest: [net.name for net in manifest.controls])
 IP_ADAPTERS = Per(
     "IP-Adapters",

@@ -15,11 +15,12 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
 from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.image_prompts import NO_IMAGE_PROMPTS, ImagePrompts
+from sd_tf.runtime.reuse import NO_REUSE, ReuseRecord
 from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 9  # 9: pictures as prompts
+FORMAT_VERSION = 10  # 10: features that are reused
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -146,6 +147,7 @@ class Manifest:
     adapters: AdapterPlaces
     controls: tuple[ControlRecord, ...]  # ControlNets in the loop, in the order of their inputs
     image_prompts: ImagePrompts
+    reuse: ReuseRecord
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -313,6 +315,12 @@ def _from_version_7(content: dict[str, Any]) -> None:
 def _from_version_8(content: dict[str, Any]) -> None:
     """Add that no pictures are prompts."""
     content["image_prompts"] = dataclasses.asdict(NO_IMAGE_PROMPTS) | {"adapters": []}
+    _from_version_9(content)
+
+
+def _from_version_9(content: dict[str, Any]) -> None:
+    """Add that no features are reused."""
+    content["reuse"] = dataclasses.asdict(NO_REUSE)
 
 
 # Starts of the names of a checkpoint's parts that are the component of the first one's name.
@@ -338,6 +346,7 @@ UPGRADES = {
     6: _from_version_6,
     7: _from_version_7,
     8: _from_version_8,
+    9: _from_version_9,
 }
 
 LARGE = 1 << 26

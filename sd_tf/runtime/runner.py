@@ -15,6 +15,7 @@ from sd_tf.runtime.image_prompts import GIVEN, blank_inputs, shown_of, tokens_of
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model, to_vision
 from sd_tf.runtime.request import Request
+from sd_tf.runtime.reuse import reuse_input
 from sd_tf.runtime.shapes import Shape
 
 PLAIN = "plain_"  # prefix of the uncompiled twin of a compiled signature
@@ -141,7 +142,8 @@ class Runner(ABC):
         state = self._begin(request, chunk, seeds, steps, image_latent)
         control = {**request.controls, **self._control_pictures(request, chunk)}
         scales = {**self._scales(request), **request.adapters, **request.image_prompts}
-        inputs = {**conditions, **steps, **scales, **control}
+        reuse = reuse_input(self.manifest.reuse, request.shared.reuse)
+        inputs = {**conditions, **steps, **scales, **control, **reuse}
         inputs["seed"] = seeds
         calls = request.model_calls
         every = watch.every if watch.callback is not None else calls
@@ -232,7 +234,8 @@ class Runner(ABC):
             )
         latent_shape = self.manifest.shapes.latent(request.size)
         history = np.zeros((self.manifest.history, len(chunk), *latent_shape), "float32")
-        return {"latent": state["latent"], "history": history}
+        kept = self.manifest.reuse.empty(shape, self.manifest.shapes)
+        return {"latent": state["latent"], "history": history, **kept}
 
     def _scales(self, request: Request) -> dict[str, np.ndarray]:
         scales = {"unconditional_guidance_scale": np.float32(request.shared.guidance_scale)}

@@ -41,28 +41,29 @@ def empty_history(latents):
     return ops.zeros((HISTORY, *latents.shape), dtype="float32")
 
 
-def denoise(predict, rows, latents, history, first, start, stop, seeds):
-    """Walk rows [start, stop) of a run that began at row `first`; return latents and history.
+def denoise(predict, rows, latents, history, kept, first, start, stop, seeds):
+    """Walk rows [start, stop) of a run that began at row `first`; return the state after it.
 
-    `rows(i, variant)` gives a row of the table, `predict(x, timestep, i)` the guided model output.
+    The state is latents, history, and what `predict` keeps. `rows(i, variant)` gives a row of the
+    table, `predict(x, timestep, i, *kept)` the guided model output and what it keeps then.
     """
 
-    def step(i, x, past):
+    def step(i, x, past, *kept):
         row = rows(i, ops.minimum(i - first, VARIANTS - 1))
 
         def column(name):
             return row[COLUMN[name]]
 
-        output = predict(x * column("input_scale"), column("timestep"), i)
-        kept = column("p") * x + column("q") * output
-        past = ops.concatenate([kept[None], past[:-1]], axis=0)
+        output, *kept = predict(x * column("input_scale"), column("timestep"), i, *kept)
+        prediction = column("p") * x + column("q") * output
+        past = ops.concatenate([prediction[None], past[:-1]], axis=0)
         x = column("a") * x
         for j in range(HISTORY):
             x = x + column(f"b{j}") * past[j]
         x = x + column("c") * noise_source.normal(seeds, i + 1, tuple(x.shape[1:]))
-        return i + 1, x, past
+        return i + 1, x, past, *kept
 
-    _, latents, history = ops.while_loop(
-        lambda i, x, past: i < stop, step, (start, latents, history)
+    _, *state = ops.while_loop(
+        lambda i, *state: i < stop, step, (start, latents, history, *kept)
     )
-    return latents, history
+    return state

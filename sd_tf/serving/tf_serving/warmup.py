@@ -19,6 +19,7 @@ from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 from sd_tf.runtime.capabilities import takes_weights
 from sd_tf.runtime.controls import inputs_of
 from sd_tf.runtime.image_prompts import GIVEN, SCALES, shown_of
+from sd_tf.runtime.reuse import FEATURES, reuse_input
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape, Size
@@ -111,6 +112,8 @@ class Values:
             "unconditional_guidance_scale": GUIDANCE,
             **{name: NO_FURTHER_GUIDANCE[name] for name in manifest.further_scales},
             "history": 0,
+            FEATURES: 0,
+            **reuse_input(manifest.reuse, manifest.reuse.most),
             "mask": 1,
             **inputs_of([1.0] * nets, [(0, calls[steps - 1])] * nets, guesses=False),
             SCALES: 1,

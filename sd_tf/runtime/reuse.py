@@ -1,0 +1,38 @@
+"""Deep features that an export's loop keeps from one model call to later ones (DeepCache)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sd_tf.runtime.shapes import Shape, Shapes
+
+REUSE = "reuse"  # the loop's input: the denoiser's deep layers run in every such model call
+FEATURES = "features"  # what they gave last, a part of a segment's state
+
+
+@dataclass(frozen=True)
+class ReuseRecord:
+    """What an export's loop keeps."""
+
+    most: int  # model calls that one run of the deep layers may serve; 1: only its own
+    parts: int  # of the denoiser's batch
+    channels: int  # of the features
+
+    def shape(self, shape: Shape, shapes: Shapes) -> tuple[int, ...]:
+        """Return the shape of the features for a shape of the export's."""
+        height, width, _ = shapes.latent(shape.size)
+        return self.parts, shape.batch_size, height, width, self.channels
+
+    def empty(self, shape: Shape, shapes: Shapes) -> dict[str, np.ndarray]:
+        """Return the part of the state before the first model call; none without reuse."""
+        if self.most == 1:
+            return {}
+        return {FEATURES: np.zeros(self.shape(shape, shapes), "float32")}
+
+
+def reuse_input(record: ReuseRecord, every: int | None) -> dict[str, np.ndarray]:
+    """Return the loop's input with which every such model call runs the deep layers."""
+    return {} if record.most == 1 else {REUSE: np.int32(every)}
+
+
+NO_REUSE = ReuseRecord(1, 0, 0)
