@@ -20,6 +20,7 @@ from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, Sched
 from sd_tf.runtime.needed_pictures import blank_pictures
 from sd_tf.runtime.parameter import CallError, Kind, Parameter
 from sd_tf.runtime.request import read_request
+from sd_tf.runtime.reuse import NO_REUSE, ReuseRecord
 from sd_tf.runtime.shapes import Shapes
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +47,7 @@ def manifest(**changes) -> Manifest:
         "further_scales": (),
         "controls": (),
         "image_prompts": NO_IMAGE_PROMPTS,
+        "reuse": NO_REUSE,
         "suited": {},
     }
     others = {field.name: None for field in dataclasses.fields(Manifest)}
@@ -107,6 +109,15 @@ def test_further_guidance():
         Call("a", skip_layer_guidance_scale=2.8).completed(flux)
     skipping = manifest(further_scales=("skip_layer_guidance_scale",))
     assert Call("a").completed(skipping).skip_layer_guidance_scale == 0.0
+
+
+def test_reuse():
+    with pytest.raises(CallError, match=r"reuse is only for exports that may reuse .*--reuse"):
+        Call("a", reuse=2).completed(manifest())
+    reusing = manifest(reuse=ReuseRecord(most=3, parts=2, channels=8))
+    assert Call("a").completed(reusing).reuse == 1
+    with pytest.raises(CallError, match=r"reuse .* from 1 to 3.* Received: 4"):
+        Call("a", reuse=4).completed(reusing)
 
 
 def test_none_is_the_default_and_zero_a_value():

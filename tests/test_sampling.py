@@ -111,13 +111,12 @@ def test_loop_walks_the_table(sampler):
         return ops.take(ops.take(table, i, axis=0), variant, axis=0)
 
     def predict(sample, timestep, call):
-        return ops.matmul(sample, ops.convert_to_tensor(matrix.astype("float32"))) + ops.sin(
-            timestep
-        )
+        product = ops.matmul(sample, ops.convert_to_tensor(matrix.astype("float32")))
+        return (product + ops.sin(timestep),)
 
     ours = ops.convert_to_tensor(start.astype("float32"))
     history = empty_history(ours)
     for first, last in ((0, 2), (2, 3), (3, run.calls)):
-        ours, history = denoise(predict, rows, ours, history, 0, first, last, seeds)
+        ours, history = denoise(predict, rows, ours, history, (), 0, first, last, seeds)
     error = np.abs(keras.ops.convert_to_numpy(ours) - x).max()
     assert error <= 1e-4 * np.abs(x).max()

@@ -10,6 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_more_guidance(parser)
     parser.add_argument("--prompts", type=int, default=250, help="in each of the four groups")
     parser.add_argument("--negative_prompts", action="store_true")
+    parser.add_argument("--reuse", type=int, help="as in a call; default: 1")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -182,8 +182,7 @@ class DiffusionModel:
         seen = given if keys is None else {**given, PICTURES: keys}
 
         def with_control(denoiser, x, timestep, call):
-            """Return the output with what the nets add, and that; they see x without what is beside.
-            """
+            """Return the output with what the nets add, and that: they see x alone."""
             if not hints:
                 return run(denoiser, x, timestep, seen), None
             noisy = x[..., : self.latent_shape[-1]]

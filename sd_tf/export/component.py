@@ -64,6 +64,7 @@ def export_component(
     stored = {}
     if options.verify != "off":
         stored = verify.storage_figures(part, checkpoint, geometry, options.precision)
+    reuse_run, most = verify.reuse_run(part, options.verify), part.reuse.record.most
     report(name, "saving")
     signatures = _save(module, folder / name / VERSION_FOLDER)
     if has_places := bool(part.places.by_layer):
@@ -74,6 +75,10 @@ def export_component(
         bundles.rebuild([folder / name / VERSION_FOLDER])
         _clear()
     figures = {**_compared(name, folder, samples, options, report), **stored}
+    if reuse_run:
+        report(name, "measuring what reuse saves")
+        figures |= verify.reuse_figures(folder, name, samples[0], reuse_run, most)
+        _clear()
     report(name, _done(start, folder / name, figures))
     files = describe_files(folder, name)
     return ComponentRecord(signatures, target, rewrites.names, files, origin), figures

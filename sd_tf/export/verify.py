@@ -28,6 +28,7 @@ from sd_tf.weights import Checkpoint, layout
 FLOORS = {"float32": 60.0, "bfloat16": 25.0, "float16": 35.0}
 STORAGE_FLOOR = 30.0  # of the texts' context, between a text encoder in 8 bits and as computed
 STEPS = {"full": 2, "fast": 1}
+REUSE_STEPS = 20  # of the run that shows what reuse costs
 ALL_CALLS = 1000  # more than the compared run has
 PROMPT, NEGATIVE_PROMPT = "a lighthouse above the sea, İstanbul", "fog"
 
@@ -215,6 +216,44 @@ def compare(
         figures[label] = {
             "psnr_db": round(min(*agreement, 999.0), 1),
             "seconds": round(seconds, 2),
+        }
+    return figures
+
+
+def reuse_run(part: Component, level: str) -> dict[str, np.int32]:
+    """Choose the run that shows what reuse costs, and what it saves; none where there is no reuse.
+
+    It has the default scheduler's usual number of steps, or fewer where that is not possible.
+    """
+    if part.reuse.record.most == 1 or level != "full":
+        return {}
+    calls = next(iter(part.tables.values())).calls[part.default_scheduler]
+    possible = np.flatnonzero(calls[:REUSE_STEPS]) + 1
+    return {"num_steps": np.int32(possible[-1])}
+
+
+def reuse_figures(
+    folder: Path, component: str, sample: Sample, run: dict[str, np.int32], most: int
+) -> dict[str, dict[str, float]]:
+    """Measure runs whose deep layers run in every 2nd, 3rd, … model call, beside the exact one.
+
+    Returns:
+        For each, the seconds of a run, and how close its latents come to the exact ones.
+    """
+    loaded = SavedModel(folder, component, optimize=False)
+    loaded.run(sample.endpoint, sample.inputs)  # compiles
+    exact, figures = None, {}
+    for every in range(1, most + 1):
+        inputs = {**sample.inputs, **run, REUSE: np.int32(every)}
+        start = time.perf_counter()
+        latent = loaded.run(sample.endpoint, inputs)["latent"]
+        seconds = time.perf_counter() - start
+        exact = latent if exact is None else exact
+        agreement = psnr(exact, latent, _span(exact))
+        figures[f"reuse {every}"] = {
+            "psnr_db": round(min(agreement, 999.0), 1),
+            "seconds": round(seconds, 2),
+            "num_steps": int(run["num_steps"]),
         }
     return figures
 

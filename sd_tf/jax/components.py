@@ -25,7 +25,8 @@ from sd_tf.runtime.shapes import Shape, Shapes, Size
 from sd_tf.sampling.packed import Packed
 from sd_tf.weights import Checkpoint, layout
 
-STATE = ("latent", "history", FEATURES)  # a segment's inputs that it also returns, in the same memory
+# A segment's inputs that it also returns, in the same memory; the last one where it has it.
+STATE = ("latent", "history", FEATURES)
 TABLES = "tables."
 
 

@@ -67,7 +67,7 @@ class Stage(Block):
         return [[next(pictures) for _ in range(depth)] for depth in self.depths[chosen]]
 
     def layers(self, beside, chosen=slice(None)):
-        """Yield each chosen resnet, its transformer, and what that attends to beside the context."""
+        """Yield each chosen resnet, its transformer, and that one's part of `beside`."""
         resnets, attentions = self.resnets[chosen], self.attentions[chosen]
         yield from zip(resnets, attentions, beside or [None] * len(resnets), strict=True)
 
@@ -122,9 +122,7 @@ class UpBlock(Stage):
         super().__init__(inputs, out_channels, depths, num_heads, config, dtype)
         self.upsamplers = [Upsample(out_channels, dtype)] if upsample else []
 
-    def call(
-        self, x, skips, time_embedding, context, size=None, beside=None, first=0, stop=None
-    ):
+    def call(self, x, skips, time_embedding, context, size=None, beside=None, first=0, stop=None):
         """Run the layers from `first` to before `stop`; after the last one, the upsampler.
 
         `size` is the next level's height and width (None: twice this one's).

@@ -63,7 +63,5 @@ def denoise(predict, rows, latents, history, kept, first, start, stop, seeds):
         x = x + column("c") * noise_source.normal(seeds, i + 1, tuple(x.shape[1:]))
         return i + 1, x, past, *kept
 
-    _, *state = ops.while_loop(
-        lambda i, *state: i < stop, step, (start, latents, history, *kept)
-    )
+    _, *state = ops.while_loop(lambda i, *state: i < stop, step, (start, latents, history, *kept))
     return state

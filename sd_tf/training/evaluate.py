@@ -43,6 +43,7 @@ class EvaluationOptions:
     num_steps: int = 20
     guidance_scale: float = 4.0
     scheduler: str | None = None
+    reuse: int | None = None  # the UNet's deep layers run in every such model call
     more_guidance: Sequence[float] = ()  # further guidance scales to measure
     negative_prompts: bool = False
 
@@ -124,6 +125,7 @@ def measure(pipe, group: str, options: EvaluationOptions, guidance_scale: float)
         num_steps=options.num_steps,
         guidance_scale=guidance_scale,
         scheduler=options.scheduler,
+        reuse=options.reuse,
         seed=GROUP_SEED * (1 + list(GROUPS).index(group)),
     ).images
     score = Score()
@@ -142,6 +144,7 @@ def negative_prompts(pipe, options: EvaluationOptions) -> list[dict]:
             num_steps=options.num_steps,
             guidance_scale=options.guidance_scale,
             scheduler=options.scheduler,
+            reuse=options.reuse,
             seed=0,
         ).images
         shown = [any(t.colour == colour for t in world.read(p).things) for p in pictures]

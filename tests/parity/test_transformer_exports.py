@@ -129,6 +129,7 @@ def test_refusals(folders, tmp_path, pipe):
         ({"width": 208}, "The width is at most 192 for this checkpoint. Received: 208"),
         ({"prompt_chunks": 2}, "Prompts of several chunks are for checkpoints whose context is"),
         ({"text_to_image": True}, "for checkpoints whose text encoders are all CLIP"),
+        ({"reuse": 2}, "Only a UNet has deep layers whose features later model calls can reuse"),
         ({"guidance_rescale": 0.5}, "for checkpoints that edit pictures or have a transformer"),
     ):
         with pytest.raises(ExportError, match=message):

@@ -19,8 +19,8 @@ from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 from sd_tf.runtime.capabilities import takes_weights
 from sd_tf.runtime.controls import inputs_of
 from sd_tf.runtime.image_prompts import GIVEN, SCALES, shown_of
-from sd_tf.runtime.reuse import FEATURES, reuse_input
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.reuse import FEATURES, reuse_input
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape, Size
 from sd_tf.runtime.text_inputs import text_inputs

@@ -1,0 +1,108 @@
+"""Exports whose deep features serve several model calls: exact where nothing is reused."""
+
+import numpy as np
+import pytest
+
+from sd_tf.cli.main import main
+from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.png import read_parameters
+from sd_tf.runtime.reuse import ReuseRecord
+from sd_tf.weights import open_checkpoint
+from tests.exports import micro_export, micro_folder, micro_net
+from tests.fronts import generated, running_front
+from tests.peer_pipelines import check_pictures, psnr
+
+CALL = {"num_steps": 6, "seed": 3, "guidance_scale": 4.0, "scheduler": "euler"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With a net, whose part in the shallow layers is kept, too."""
+    folder = tmp_path_factory.mktemp("reuse") / "export"
+    options = ExportOptions(batch_size=2, height=16, width=16, max_steps=6, reuse=3, verify="full")
+    export(open_checkpoint(micro_folder(), controlnet=[micro_net()]), folder, options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return Pipeline.load(folder, jit_compile=False)
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return np.random.default_rng(0).integers(0, 256, (16, 16, 3), "uint8")
+
+
+def test_the_manifest_says_what_reuse_gives(folder):
+    manifest = Manifest.read(folder)
+    # 8 channels of the first way down, as many of each of the two shallow skip connections.
+    assert manifest.reuse == ReuseRecord(most=3, parts=2, channels=16 + 2 * 8)
+    figures = manifest.verification["diffusion_model"]
+    assert figures["reuse 1"]["psnr_db"] == 999.0
+    assert 10 < figures["reuse 3"]["psnr_db"] < figures["reuse 2"]["psnr_db"] + 3 < 100
+    assert figures["reuse 3"]["num_steps"] == 6 and figures["reuse 3"]["seconds"] > 0
+    assert Manifest.read(micro_export()).reuse.most == 1
+
+
+def test_without_reuse_pictures_are_exact(pipe):
+    call = {**CALL, "num_steps": 2}
+    plain = Pipeline.load(micro_export(), jit_compile=False)("a star", **call).images
+    np.testing.assert_array_equal(pipe("a star", **call).images, plain)
+    np.testing.assert_array_equal(pipe("a star", **call, reuse=1).images, plain)
+    assert np.abs(pipe("a star", **call, reuse=2).images.astype(int) - plain).max() > 2
+
+
+def test_segments_keep_what_a_whole_run_keeps(pipe, picture):
+    """A callback divides the run into segments of one call, whatever is reused in them."""
+    for every in (2, 3):
+        call = {**CALL, "reuse": every, "control_image": picture}
+        whole = pipe("a star", **call).images
+        parts = pipe("a star", **call, callback=lambda done, *_: done < 9).images
+        np.testing.assert_array_equal(parts, whole)
+
+
+def test_a_picture_to_start_from(pipe, picture):
+    """The first call that is made is computed whole, whatever its number."""
+    call = {**CALL, "image": picture, "strength": 0.5}
+    exact = pipe("a star", **call).images
+    assert 20 < psnr(exact, pipe("a star", **call, reuse=2).images) < 60
+
+
+def test_nets_are_kept_with_the_features(pipe, picture):
+    """What a net adds to the shallow layers is that of the last whole call."""
+    call = {**CALL, "num_steps": 2, "reuse": 2}
+    with_net = pipe("a star", **call, control_image=picture, control_scale=1.0).images
+    without = pipe("a star", **call).images
+    assert np.abs(with_net.astype(int) - without).max() > 2
+    # In the second of two calls, which reuses, a net whose share is the second one does nothing.
+    late = pipe("a star", **call, control_image=picture, control_start=0.5).images
+    np.testing.assert_array_equal(late, without)
+
+
+def test_compiled(folder, pipe):
+    compiled = Pipeline.load(folder)
+    for every in (1, 3):
+        ours = compiled("a star", **CALL, reuse=every).images
+        check_pictures(ours, pipe("a star", **CALL, reuse=every).images)
+
+
+def test_everywhere(folder, pipe, tmp_path, capsys):
+    """The command line, its PNG file, and HTTP, whose page learns how much may be reused."""
+    expected = pipe("a star", **CALL, reuse=2).images[0]
+    flags = [f"--export_dir={folder}", "--num_steps=6", "--seed=3", "--guidance_scale=4"]
+    flags += ["--scheduler=euler", f"--out={tmp_path}", "--nojit_compile"]
+    assert main(["generate", "a star", *flags, "--reuse=2"]) == 0
+    assert read_parameters(tmp_path / "3.png")[0]["reuse"] == 2
+    assert main(["generate", "a star", *flags, "--reuse=4"]) == 1
+    assert "--reuse" in capsys.readouterr().err
+    with running_front(folder) as front:
+        drawn, _ = generated(front, "a star", **CALL, reuse=2)
+    assert np.abs(drawn.astype(int) - expected).max() <= 1
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ExportError, match=r"serves at least 1 model call\. Received: 0"):
+        export(open_checkpoint(micro_folder()), tmp_path / "x", ExportOptions(reuse=0))
