@@ -52,7 +52,7 @@ def test_without_reuse_pictures_are_exact(pipe):
     plain = Pipeline.load(micro_export(), jit_compile=False)("a star", **call).images
     np.testing.assert_array_equal(pipe("a star", **call).images, plain)
     np.testing.assert_array_equal(pipe("a star", **call, reuse=1).images, plain)
-    assert np.abs(pipe("a star", **call, reuse=2).images.astype(int) - plain).max() > 2
+    assert (pipe("a star", **call, reuse=2).images != plain).mean() > 0.1
 
 
 def test_segments_keep_what_a_whole_run_keeps(pipe, picture):
