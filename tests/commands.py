@@ -54,9 +54,8 @@ def on_two_hosts(*arguments: str) -> list[str]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0"  # they compile more than they run
-    )
+    # They compile more than they run.
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     hosts = []
     for number in range(2):
         place = ["--coordinator", address, "--hosts", "2", "--host", str(number)]

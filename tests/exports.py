@@ -130,7 +130,9 @@ def micro_export(folder):
 
 @once
 def adapted_export(folder):
-    """Like `micro_export`, with places for four adapters in all layers; with text_to_image."""
+    """Like `micro_export`, with places for four adapters in all layers; with text_to_image, and
+    verified.
+    """
     options = ExportOptions(
         batch_size=2,
         height=16,
@@ -140,7 +142,7 @@ def adapted_export(folder):
         adapter_rank=4,
         adapter_layers="all",
         text_to_image=True,
-        verify="off",
+        verify="fast",
     )
     export(open_checkpoint(micro_folder()), folder, options)
 

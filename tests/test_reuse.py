@@ -1,17 +1,23 @@
 """Exports whose deep features serve several model calls: exact where nothing is reused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from keras import ops
 
 from sd_tf.cli.main import main
+from sd_tf.config.image_prompts import places
 from sd_tf.export import ExportOptions, export
+from sd_tf.models.unet import UNet
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.reuse import ReuseRecord
-from sd_tf.weights import open_checkpoint
+from sd_tf.weights import layout, open_checkpoint
+from tests import micro
 from tests.exports import micro_export, micro_folder, micro_net
-from tests.fronts import generated, running_front
+from tests.fronts import ask, generated, running_front
 from tests.peer_pipelines import check_pictures, psnr
 
 CALL = {"num_steps": 6, "seed": 3, "guidance_scale": 4.0, "scheduler": "euler"}
@@ -100,9 +106,51 @@ def test_everywhere(folder, pipe, tmp_path, capsys):
     assert "--reuse" in capsys.readouterr().err
     with running_front(folder) as front:
         drawn, _ = generated(front, "a star", **CALL, reuse=2)
+        status, about = ask(front, "GET", "/about")
+        [field] = [field for field in about["fields"] if field["name"] == "reuse"]
+    assert (status, field["least"], field["most"], field["default"]) == (200, 1, 3, 1)
     assert np.abs(drawn.astype(int) - expected).max() <= 1
 
 
 def test_refusals(tmp_path):
     with pytest.raises(ExportError, match=r"serves at least 1 model call\. Received: 0"):
         export(open_checkpoint(micro_folder()), tmp_path / "x", ExportOptions(reuse=0))
+
+
+# The model: with the same inputs, features give the very output that they were returned with.
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("layers", [1, 2])
+def test_features_stand_for_the_deep_layers(layers):
+    """With ControlNets' additions and the keys of pictures, of which each layer takes its own."""
+    config = replace(
+        micro.CONFIG.denoiser,
+        down_depths=((1,) * layers, (1,) * layers),
+        up_depths=((1,) * (layers + 1),) * 2,
+    )
+    unet, random = UNet(config), np.random.default_rng(0)
+    for slot in layout.slots(unet).values():
+        slot.fill(lambda slot=slot: random.standard_normal(slot.shape).astype("float32") * 0.2)
+
+    def some(*shape):
+        return ops.convert_to_tensor(random.standard_normal(shape).astype("float32"))
+
+    latents, times, context = some(1, 8, 8, 4), ops.convert_to_tensor([5]), some(1, 77, 16)
+    down, up, middle = places(config)
+    widths = [*down, *middle, *up]
+    pictures = [[(some(1, 4, w), some(1, 4, w), ops.zeros((1, 1, 1, 4)))] for w in widths]
+    added = [some(*shape) for shape in unet.shapes(latents.shape)]
+    inputs = {"pictures": pictures, "control": added}
+    exact = unet(latents, times, context, **inputs)
+    kept, features = unet(latents, times, context, **inputs, keeps=True)
+    assert features.shape == (1, 8, 8, config.feature_channels)
+    inputs["control"] = added[: config.shallow_skips]
+    reused = unet(latents, times, context, **inputs, features=features)
+    largest = np.abs(ops.convert_to_numpy(exact)).max()
+    for output in (kept, reused):
+        differ = np.abs(ops.convert_to_numpy(output - exact)).max()
+        assert differ <= 1e-6 * largest
+    other = [[(k, 2 * v, mask) for k, v, mask in one] for one in pictures]
+    changed = unet(latents, times, context, **{**inputs, "pictures": other}, features=features)
+    assert np.abs(ops.convert_to_numpy(changed - exact)).max() > 1e-3 * largest

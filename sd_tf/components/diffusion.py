@@ -31,7 +31,8 @@ class DiffusionModel:
 
     def __init__(
         self,
-        # (x, timesteps, **conditions) → its prediction; also `KERNELS`, `CONTROL`, `PICTURES`
+        # (x, timesteps, **conditions) → its prediction; also `KERNELS`, `CONTROL`, `PICTURES`,
+        # `FEATURES`
         denoiser,
         tables,  # the fields of `sampling.packed.Packed`, as the backend's arrays
         conditions: Conditions,

@@ -37,10 +37,6 @@ class LoopReuse:
         """The loop's further input; none without reuse. 0 reuses as little as 1: nothing."""
         return {} if self.record == NO_REUSE else {REUSE: Spec(dtype="int32")}
 
-    def none(self) -> dict:
-        """Return the value of `inputs` that reuses nothing."""
-        return {name: ops.convert_to_tensor(1, spec.dtype) for name, spec in self.inputs.items()}
-
     def state(self, shape: Shape, shapes: Shapes) -> dict[str, Spec]:
         """The further part of a segment's state: one value, or none without reuse."""
         if self.record == NO_REUSE:

@@ -7,8 +7,9 @@ import dataclasses
 import errno
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -64,7 +65,7 @@ def export_component(
     stored = {}
     if options.verify != "off":
         stored = verify.storage_figures(part, checkpoint, geometry, options.precision)
-    reuse_run, most = verify.reuse_run(part, options.verify), part.reuse.record.most
+    runs = verify.reuse_runs(part, options.verify)
     report(name, "saving")
     signatures = _save(module, folder / name / VERSION_FOLDER)
     if has_places := bool(part.places.by_layer):
@@ -74,11 +75,7 @@ def export_component(
     if has_places:
         bundles.rebuild([folder / name / VERSION_FOLDER])
         _clear()
-    figures = {**_compared(name, folder, samples, options, report), **stored}
-    if reuse_run:
-        report(name, "measuring what reuse saves")
-        figures |= verify.reuse_figures(folder, name, samples[0], reuse_run, most)
-        _clear()
+    figures = {**_compared(name, folder, samples, options, report, runs), **stored}
     report(name, _done(start, folder / name, figures))
     files = describe_files(folder, name)
     return ComponentRecord(signatures, target, rewrites.names, files, origin), figures
@@ -178,11 +175,12 @@ def _compared(
     samples: list[verify.Sample],
     options: ExportOptions,
     report: Report,
+    runs: Mapping[int, dict] = MappingProxyType({}),
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {"level": options.verify}
     if samples:
         report(name, "reloading and comparing")
-        figures |= verify.compare(name, folder, samples, options.verify, options.precision)
+        figures |= verify.compare(name, folder, samples, options.verify, options.precision, runs)
         _clear()
     return figures
 

@@ -25,6 +25,7 @@ from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.request import time_ids_of
+from sd_tf.runtime.reuse import reuse_input
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.shapes import Shape
 from sd_tf.tokenizer.clip import ClipTokenizer
@@ -146,7 +147,7 @@ class TextToImageModule(tf.Module):
                 for name in manifest.further_scales
             },
             **self._parts["diffusion_model"].places.none(),
-            **self._parts["diffusion_model"].reuse.none(),
+            **{name: tf.constant(x) for name, x in reuse_input(manifest.reuse, call.reuse).items()},
         }
 
     def _number(self, scheduler):

@@ -1,8 +1,10 @@
 """Check that an export computes what its models compute: figures for the manifest, and a floor."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +19,7 @@ from sd_tf.runtime.image_prompts import SCALES as IMAGE_SCALES
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
+from sd_tf.runtime.request import adapter_inputs
 from sd_tf.runtime.reuse import REUSE, reuse_input
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.saved_model import SavedModel
@@ -173,6 +176,7 @@ def drawn(
             "seed": np.array(seeds, "int32"),
             "scheduler": np.array(manifest.default_sampler),
             **{name: np.float32(NO_FURTHER_GUIDANCE[name]) for name in manifest.further_scales},
+            **adapter_inputs(manifest.adapters, {}),
             **reuse_input(manifest.reuse, 1),
         }
         name = manifest.shapes.signature(endpoint, shape)
@@ -193,11 +197,19 @@ def _values(output: np.ndarray) -> np.ndarray:
 
 
 def compare(
-    component: str, folder: Path, samples: list[Sample], level: str, precision: str
+    component: str,
+    folder: Path,
+    samples: list[Sample],
+    level: str,
+    precision: str,
+    runs: Mapping[int, dict] = MappingProxyType({}),
 ) -> dict:
     """Reload the SavedModel and compare its outputs with the reference; return the figures.
 
     They are the worst agreement of all shapes, and the seconds of all together.
+
+    Args:
+        runs: those of `reuse_runs`, which are measured, too.
     """
     loaded = SavedModel(folder, component, optimize=False)
     prefixes = {"saved_model": PLAIN, "saved_model_xla": ""}
@@ -217,36 +229,28 @@ def compare(
             "psnr_db": round(min(*agreement, 999.0), 1),
             "seconds": round(seconds, 2),
         }
-    return figures
+    return {**figures, **_reuse_figures(loaded, samples[0], runs)}
 
 
-def reuse_run(part: Component, level: str) -> dict[str, np.int32]:
-    """Choose the run that shows what reuse costs, and what it saves; none where there is no reuse.
+def reuse_runs(part: Component, level: str) -> dict[int, dict[str, np.int32]]:
+    """Choose the runs that show what reuse costs and saves, by their `reuse`; none without it.
 
-    It has the default scheduler's usual number of steps, or fewer where that is not possible.
+    They have 20 steps of the default scheduler, or as many as it can make below that.
     """
     if part.reuse.record.most == 1 or level != "full":
         return {}
     calls = next(iter(part.tables.values())).calls[part.default_scheduler]
-    possible = np.flatnonzero(calls[:REUSE_STEPS]) + 1
-    return {"num_steps": np.int32(possible[-1])}
+    steps = np.int32(np.flatnonzero(calls[:REUSE_STEPS])[-1] + 1)
+    every = range(1, part.reuse.record.most + 1)
+    return {number: {"num_steps": steps, REUSE: np.int32(number)} for number in every}
 
 
-def reuse_figures(
-    folder: Path, component: str, sample: Sample, run: dict[str, np.int32], most: int
-) -> dict[str, dict[str, float]]:
-    """Measure runs whose deep layers run in every 2nd, 3rd, … model call, beside the exact one.
-
-    Returns:
-        For each, the seconds of a run, and how close its latents come to the exact ones.
-    """
-    loaded = SavedModel(folder, component, optimize=False)
-    loaded.run(sample.endpoint, sample.inputs)  # compiles
+def _reuse_figures(loaded: SavedModel, sample: Sample, runs: Mapping[int, dict]) -> dict:
+    """Measure each run's seconds, and how close its latents come to the first one's, the exact."""
     exact, figures = None, {}
-    for every in range(1, most + 1):
-        inputs = {**sample.inputs, **run, REUSE: np.int32(every)}
+    for every, run in runs.items():
         start = time.perf_counter()
-        latent = loaded.run(sample.endpoint, inputs)["latent"]
+        latent = loaded.run(sample.endpoint, {**sample.inputs, **run})["latent"]
         seconds = time.perf_counter() - start
         exact = latent if exact is None else exact
         agreement = psnr(exact, latent, _span(exact))

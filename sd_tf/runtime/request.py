@@ -67,7 +67,7 @@ def read_request(manifest: Manifest, call: Call) -> Request:
         start=start,
         time_ids=time_ids,
         negative_time_ids=negative_time_ids,
-        adapters=_scales(manifest.adapters, shared.adapters or {}),
+        adapters=adapter_inputs(manifest.adapters, shared.adapters or {}),
         controls=_controls(manifest, shared, start, calls),
         image_prompts=_image_prompts(manifest.image_prompts, shared),
     )
@@ -105,7 +105,7 @@ def _image_prompts(prompts: ImagePrompts, call: Call) -> dict[str, np.ndarray]:
     return scales_input(prompts, scales)
 
 
-def _scales(places: AdapterPlaces, adapters: Mapping[str, float]) -> dict[str, np.ndarray]:
+def adapter_inputs(places: AdapterPlaces, adapters: Mapping[str, float]) -> dict[str, np.ndarray]:
     """Return the scale of each slot for a call's adapters, as the models take it."""
     if not places.slots:
         return {}

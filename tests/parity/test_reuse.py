@@ -21,13 +21,13 @@ BRANCH = 1
 # With one layer to a resolution, all of the first are shallow; with two, the last way up has a deep
 # one.
 CASES = [("sd1", 2), ("sdxl-base", 1)]
+if keras.backend.backend() == "jax":  # one of them: the other is the same program with more inputs
+    del CASES[1:]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[name for name, _ in CASES])
 def pair(request, tmp_path_factory):
     family, layers = request.param
-    if keras.backend.backend() == "jax" and family != "sd1":
-        pytest.skip("the same program with other layers")
     pipeline = peers.random_pipeline(family, layers_per_block=layers)
     folder = tmp_path_factory.mktemp(family)
     pipeline.save_pretrained(folder / "checkpoint")
