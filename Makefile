@@ -95,7 +95,7 @@ test-parity: $(VENV)/test.stamp
 test-full-size: $(VENV)/test.stamp
 	$(PYTEST) -m "full_size and not long"
 
-# What repeats on a larger scale what other tests show; an hour more, before a release.
+# What repeats on a larger scale what other tests show; two hours more, before a release.
 test-long: $(VENV)/test.stamp $(VENV)/tools.stamp
 	$(PYTEST) -m "long and not jax"
 	KERAS_BACKEND=jax $(PYTEST) -m "long and jax"

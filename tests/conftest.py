@@ -34,6 +34,9 @@ def pytest_collection_modifyitems(items):
         items[:] = [item for item in items if not item.get_closest_marker("jax")]
     else:
         items[:] = [item for item in items if item.get_closest_marker("backend")]
+        for item in items:
+            if item.get_closest_marker("backend").kwargs.get("long"):
+                item.add_marker("long")
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +54,22 @@ def small_pipelines(tmp_path_factory):
         return made[family]
 
     return make
+
+
+@pytest.fixture
+def load_once(monkeypatch):
+    """Commands that the test gives one after the other share what they load."""
+    from sd_tf.runtime.pipeline import Pipeline
+
+    made, load = {}, Pipeline.load
+
+    def shared(folder, **options):
+        key = (folder, repr(options))
+        if key not in made:
+            made[key] = load(folder, **options)
+        return made[key]
+
+    monkeypatch.setattr(Pipeline, "load", shared)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from sd_tf.config import FAMILIES, ControlNetConfig, PipelineConfig
 from sd_tf.export import ExportOptions, export
 from sd_tf.models import lowering
 from sd_tf.models.controlnet import ControlNet
+from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.weights import layout, open_checkpoint, save_controlnet
 from tests import micro
 
@@ -90,6 +91,12 @@ def once(make):
         return folder
 
     return made
+
+
+@functools.lru_cache(maxsize=8)
+def pipeline_of(folder: Path, jit_compile: bool = False) -> Pipeline:
+    """An export that nobody changes, loaded and compiled once for all tests of a process."""
+    return Pipeline.load(folder, jit_compile=jit_compile)
 
 
 @once

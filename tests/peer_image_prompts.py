@@ -116,6 +116,6 @@ def micro_image_adapters(folder):
 def shown_export(folder):
     """Like `micro_export`, with an IP-Adapter that takes two pictures, and verified."""
     size = {"batch_size": 2, "height": 16, "width": 16, "max_steps": 2}
-    options = ExportOptions(**size, image_prompts=2, verify="full")
+    options = ExportOptions(**size, image_prompts=2, verify="fast")
     adapter = micro_image_adapters() / "plus.safetensors"
     export(open_checkpoint(micro_folder(), ip_adapter=[adapter]), folder, options)

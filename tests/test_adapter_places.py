@@ -30,7 +30,7 @@ from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.weights import layers_of, open_checkpoint
 from tests import micro
-from tests.exports import adapted_export, micro_export, micro_folder
+from tests.exports import adapted_export, micro_export, micro_folder, pipeline_of
 from tests.micro_adapters import adapter_files, lora, written_export
 
 CALL = {"num_steps": 2, "seed": 3, "guidance_scale": 2.0}
@@ -54,7 +54,7 @@ def pipe(written):
 
 def test_without_adapters_pictures_are_those_of_an_export_without_places(pipe):
     for call in (CALL, {**CALL, "negative_prompt": "fog"}):
-        plain = Pipeline.load(micro_export())("a star", **call).images
+        plain = pipeline_of(micro_export(), jit_compile=True)("a star", **call).images
         np.testing.assert_array_equal(pipe("a star", **call).images, plain)
         zero = pipe("a star", **call, adapters={"style": 0, "detail": 0.0}).images
         np.testing.assert_array_equal(zero, plain)
@@ -208,7 +208,7 @@ def test_mixtures_that_are_refused(pipe, mixture, message):
 
 
 def test_an_export_without_places_refuses_adapters(files):
-    pipe = Pipeline.load(micro_export(), jit_compile=False)
+    pipe = pipeline_of(micro_export())
     with pytest.raises(CallError, match=r"adapters is only for exports with places"):
         pipe("a star", num_steps=2, adapters={"style": 1})
     with pytest.raises(ExportError, match="no places for adapters: export with --adapter_slots"):
@@ -231,6 +231,7 @@ def test_adapters_that_do_not_fit_are_refused(files, tmp_path):
     assert pipe.adapters == list(files)
 
 
+@pytest.mark.long
 def test_layers_without_places_and_other_kinds_are_refused(tmp_path, files):
     folder = tmp_path / "export"
     size = {"batch_size": 1, "height": 16, "width": 16, "max_steps": 2}
@@ -290,6 +291,7 @@ def test_commands(files, tmp_path, capsys):
     assert "NAME=PATH. Received: 'style'" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_swap_under_load_mixes_nothing(files):
     """While threads draw, the name changes its adapter: each picture is of one or the other."""
     pipe = Pipeline.load(adapted_export(), jit_compile=False)

@@ -133,6 +133,7 @@ def test_measured(measured):
     assert "KerasCV: left out. KerasCV's UNet has 860 M parameters" in text
 
 
+@pytest.mark.long
 def test_a_variant_is_its_own_process(tiny_export):
     """What fails takes nothing else along, and says why."""
     planned = make_plan(BenchOptions(export_dir=str(tiny_export), num_steps=2, repeat=1))

@@ -13,7 +13,7 @@ from tests.exports import micro_folder
     ("pipeline", "engines", "batch"),
     [
         pytest.param("sd3-without-t5", "torch,jax", 2, marks=pytest.mark.long),
-        ("flux-dev", "openvino", 1),
+        ("flux-schnell", "openvino", 1),
     ],
 )
 def test_engines_in_turn(tmp_path, small_pipelines, capsys, pipeline, engines, batch):

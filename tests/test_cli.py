@@ -240,6 +240,7 @@ def test_no_lines_of_libraries(tmp_path):
     assert result.stderr.startswith("sd-tf generate: ")
 
 
+@pytest.mark.long
 def test_debug_shows_all(tmp_path):
     flags = ["generate", "a", "--export_dir", micro_export(), "--num_steps", "1"]
     result = sd_tf(*flags, cwd=tmp_path, SD_TF_LOG="debug")

@@ -71,7 +71,7 @@ def test_the_net_of_an_inpainting_unet_takes_the_latents_alone(small_pipelines):
 # The loss
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 def test_loss_and_gradients_equal_pytorchs(small_pipelines, tmp_path):
     """Diffusers' models and scheduler, put together in PyTorch, with the same draws."""
     pipeline, folder = small_pipelines("sd1")
@@ -161,6 +161,7 @@ def control(out, *flags, data="world:8"):
     )
 
 
+@pytest.mark.long
 def test_a_run_that_diffusers_loads_and_that_goes_on(tmp_path, capsys):
     """Stopped and resumed, it ends with the same bits."""
     flags = ["--save_every", "2", "--learning_rate", "1e-2"]

@@ -165,7 +165,7 @@ def editing(checkpoint, vae=True):
     return Editing(denoising, freeze(checkpoint.build("vae")) if vae else None, scale)
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 def test_loss_and_gradients_equal_pytorchs(small_pipelines):
     """Diffusers' models and scheduler, put together in PyTorch, with the same draws."""
     pipeline, folder = small_pipelines("instruct-pix2pix")
@@ -248,7 +248,7 @@ def test_precomputed_latents_beside_a_text_encoder_that_learns(tmp_path):
         precomputed(tmp_path / "cache", checkpoint, vae, encoder)
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 def test_gradient_checkpointing_changes_no_gradient():
     checkpoint = with_picture_input(open_checkpoint(micro_folder()))
     loss = editing(checkpoint, vae=False)

@@ -29,7 +29,14 @@ from sd_tf.sampling.tables import steps
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import open_checkpoint
 from tests import commands, micro
-from tests.exports import micro_export, micro_folder, shared_export, small_export, small_folder
+from tests.exports import (
+    micro_export,
+    micro_folder,
+    pipeline_of,
+    shared_export,
+    small_export,
+    small_folder,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,7 +102,7 @@ def test_the_original_client_runs_unchanged(exported):
     images = decode(latent)["generated_images"]
     assert images.dtype == tf.uint8 and images.shape == (2, 64, 64, 3)
     assert np.abs(latent[0] - latent[1]).max() > 0.1, "each image of the batch has its own seed"
-    seeded = Pipeline.load(exported)(["a lighthouse"] * 2, num_steps=4, seed=0)
+    seeded = pipeline_of(exported, jit_compile=True)(["a lighthouse"] * 2, num_steps=4, seed=0)
     assert np.abs(images.numpy().astype(int) - seeded.images).max() <= 1
 
 
@@ -492,7 +499,7 @@ def test_damaged_exports(copy):
 
 def test_format_2_loads_and_draws(exported, copy):
     """An export of an older format: schedulers by their place, and one checkpoint, by its path."""
-    pictures = Pipeline.load(exported, jit_compile=False)("a cat", num_steps=2, seed=1).images
+    pictures = pipeline_of(exported)("a cat", num_steps=2, seed=1).images
     path = copy / "pipeline.json"
     manifest = json.loads(path.read_text())
     schedulers = manifest.pop("schedulers")

@@ -137,6 +137,7 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines, name):
 
 
 @pytest.mark.backend
+@pytest.mark.jax
 def test_losses_equal_pytorchs(small_pipelines):
     checkpoint, pipeline = opened(small_pipelines, "sd3-without-t5")
     model = checkpoint.build("transformer")
@@ -154,6 +155,7 @@ def test_losses_equal_pytorchs(small_pipelines):
 
 
 @pytest.mark.backend
+@pytest.mark.jax
 def test_losses_equal_pefts(small_pipelines):
     checkpoint, pipeline = opened(small_pipelines, "sd3.5")
     model = checkpoint.build("transformer")

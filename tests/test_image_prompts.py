@@ -17,7 +17,6 @@ from sd_tf.runtime.call import Call
 from sd_tf.runtime.image_prompts import SCALES, ImageAdapterRecord, ImagePrompts
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import CallError, Each
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.request import read_request
@@ -25,7 +24,7 @@ from sd_tf.serving.batch.rows import check_rows, check_settings
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
 from sd_tf.weights.image_prompts import open_image_adapter
-from tests.exports import micro_export, micro_folder, micro_xl_folder
+from tests.exports import micro_export, micro_folder, micro_xl_folder, pipeline_of
 from tests.fronts import COMPONENTS, ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
@@ -210,7 +209,7 @@ def test_weights_describes_it(adapter, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(shown_export(), jit_compile=False)
+    return pipeline_of(shown_export())
 
 
 @pytest.fixture(scope="module")
@@ -228,12 +227,11 @@ def test_the_manifest():
     assert sha256["vision_encoder"] == ["vision_encoder", "image_projection"]
     assert sha256["diffusion_model"] == ["unet", "image_attention"]
     for name in ("vision_encoder", "diffusion_model"):
-        for label in ("saved_model", "saved_model_xla"):
-            assert found.verification[name][label]["psnr_db"] >= 60
+        assert found.verification[name]["saved_model"]["psnr_db"] >= 60
 
 
 def test_without_a_picture_it_is_the_plain_export(pipe):
-    plain = Pipeline.load(micro_export(), jit_compile=False)(PROMPT, **CALL).images
+    plain = pipeline_of(micro_export())(PROMPT, **CALL).images
     assert psnr(pipe(PROMPT, **CALL).images, plain, peak=255) >= 100
     off = pipe(PROMPT, image_prompt=MOON, image_prompt_scale=0, **CALL).images
     assert psnr(off, plain, peak=255) >= 100
@@ -245,7 +243,7 @@ def test_in_any_batch(pipe):
     given = Each([MOON, [SEA, MOON], MOON])
     many = pipe([PROMPT] * 3, num_steps=STEPS, seed=[3, 3, 3], image_prompt=given).images
     np.testing.assert_array_equal(many[0], many[2])
-    compiled = Pipeline.load(shown_export())
+    compiled = pipeline_of(shown_export(), jit_compile=True)
     one = compiled(PROMPT, image_prompt=[SEA, MOON], **CALL).images[0]
     assert psnr(many[1], one, peak=255) >= 50 > psnr(many[0], one, peak=255)
 
@@ -263,7 +261,7 @@ def test_components_that_go_together(adapter, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_generate(pipe, tmp_path, capsys):
+def test_generate(load_once, pipe, tmp_path, capsys):
     for name, image in (("moon", MOON), ("sea", SEA)):
         image.save(tmp_path / f"{name}.png")
     command = ["generate", PROMPT, "--export_dir", str(shown_export()), "--num_steps", "2"]
@@ -348,6 +346,7 @@ def test_rows(tmp_path):
     assert [failure.row for failure in failures] == [2, 3]
 
 
+@pytest.mark.long
 def test_a_batch(pipe, tmp_path):
     MOON.save(tmp_path / "moon.png")
     rows = [

@@ -83,10 +83,14 @@ def run_python(*arguments, **environment):
 # The same pictures as the SavedModels
 
 
-@pytest.mark.parametrize("family", ["tiny", pytest.param("sdxl-base", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family",
+    ["micro", *(pytest.param(name, marks=pytest.mark.long) for name in ("tiny", "sdxl-base"))],
+)
 def test_equals_the_saved_models(tmp_path, small_pipelines, family):
     """Exported by TensorFlow in a process of its own."""
-    checkpoint = TINY_FOLDER if family == "tiny" else small_pipelines(family)[1]
+    embedded = {"micro": micro_folder(), "tiny": TINY_FOLDER}
+    checkpoint = embedded[family] if family in embedded else small_pipelines(family)[1]
     options = [f"--checkpoint={checkpoint}", f"--output_dir={tmp_path / 'export'}"]
     options += ["--verify=off", "--max_steps=20", "--batch_size=2", "--height=64", "--width=64"]
     script = Path(__file__).parent.parent / "serialize_savedmodels.py"
@@ -174,11 +178,12 @@ def test_many_devices(tmp_path):
     assert divided["unet"] < 0.35 * one["unet"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pipeline", "t5", "options"),
     [
         ("sd3", "text_encoder_3", {"storage": "int8"}),
-        pytest.param("flux-dev", "text_encoder_2", {}, marks=pytest.mark.long),
+        ("flux-dev", "text_encoder_2", {}),
     ],
 )
 def test_a_transformer_on_many_devices(tmp_path, small_pipelines, pipeline, t5, options):
@@ -615,6 +620,7 @@ EDITS = replace(
 MEMORY = ["train", "memory", "--topology", "v5e:2x2", "--batch_size", "8"]
 
 
+@pytest.mark.long
 def test_what_training_would_hold(monkeypatch, capfd):
     """In place of the slice, whose compiler takes minutes for a gradient, the devices here."""
     seen, held = [], memory.compile_update

@@ -63,6 +63,7 @@ def peft_model(pipeline, lora, component):
 
 
 @pytest.mark.backend
+@pytest.mark.jax
 def test_losses_equal_pefts():
     """20 steps with the same draws: UNet and text encoder, an alpha that is not the rank.
 

@@ -20,7 +20,7 @@ from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 from sd_tf.runtime.png import METADATA, png_bytes, read_parameters
 from sd_tf.serving.tf_serving.predict import load
-from tests.exports import micro_export, shared_export, small_folder
+from tests.exports import micro_export, pipeline_of, shared_export, small_folder
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +32,7 @@ def exported():
 
 @pytest.fixture(scope="module")
 def pipe(exported):
-    return Pipeline.load(exported, jit_compile=False)
+    return pipeline_of(exported)
 
 
 def test_result(pipe):
@@ -278,7 +278,7 @@ def test_missing_components(exported, tmp_path):
 # The command
 
 
-def test_generate_and_repeat(exported, tmp_path, capsys):
+def test_generate_and_repeat(load_once, exported, tmp_path, capsys):
     export = ["--export_dir", str(exported), "--nojit_compile"]
     prompts = ["a cat", "a dog"]
     flags = ["--num_steps", "3", "--seed", "7", "--scheduler", "euler", "--guidance_scale", "0"]

@@ -24,7 +24,7 @@ from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest
 from sd_tf.runtime.parameter import CallError
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.tokenizer.prompts import MOST_WEIGHT, encode, parse, tokenize
-from tests.exports import micro_export, micro_folder, once
+from tests.exports import micro_export, micro_folder, once, pipeline_of
 from tests.test_call import read
 
 TOKENIZER = ClipTokenizer.clip()
@@ -296,7 +296,6 @@ def test_the_command_line(tmp_path):
 
 def test_http():
     """A request names the syntax; its picture is the pipeline's, and says so."""
-    from sd_tf.runtime.pipeline import Pipeline
     from tests.fronts import running_front
     from tests.test_serving_front import posted
 
@@ -309,9 +308,7 @@ def test_http():
     with Image.open(file) as picture:
         assert json.loads(picture.text["sd_tf"])["prompt_syntax"] == "weighted"
         found = np.asarray(picture)
-    expected = Pipeline.load(micro_export(), jit_compile=False)(
-        "a (cat:1.9)", prompt_syntax="weighted", **DRAW
-    )
+    expected = pipeline_of(micro_export())("a (cat:1.9)", prompt_syntax="weighted", **DRAW)
     assert np.array_equal(found, expected.images[0])
     message = "prompt_syntax is one of plain, weighted. Received: 'other'"
     assert refused == (422, {"error": message})

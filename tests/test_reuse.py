@@ -16,7 +16,7 @@ from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.reuse import ReuseRecord
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
-from tests.exports import micro_export, micro_folder, micro_net
+from tests.exports import micro_export, micro_folder, micro_net, pipeline_of
 from tests.fronts import ask, generated, running_front
 from tests.peer_pipelines import check_pictures, psnr
 
@@ -55,7 +55,7 @@ def test_the_manifest_says_what_reuse_gives(folder):
 
 def test_without_reuse_pictures_are_exact(pipe):
     call = {**CALL, "num_steps": 2}
-    plain = Pipeline.load(micro_export(), jit_compile=False)("a star", **call).images
+    plain = pipeline_of(micro_export())("a star", **call).images
     np.testing.assert_array_equal(pipe("a star", **call).images, plain)
     np.testing.assert_array_equal(pipe("a star", **call, reuse=1).images, plain)
     assert (pipe("a star", **call, reuse=2).images != plain).mean() > 0.1

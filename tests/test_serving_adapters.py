@@ -79,6 +79,7 @@ def test_each_picture_of_a_load_has_its_own_mixture(front, pipe):
     assert differ(pipe(PROMPT, seed=0, adapters={"style": 0.5}, **CALL).images[0], plain) > 3
 
 
+@pytest.mark.long
 def test_the_load_command_asks_for_mixtures(front, tmp_path):
     """It finds nothing wrong with the export's own adapters, and something with others."""
     exchanged = shutil.copytree(written_export(), tmp_path / "exchanged")

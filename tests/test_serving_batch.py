@@ -20,12 +20,11 @@ from sd_tf.cli.main import main
 from sd_tf.cli.progress import Progress
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.serving.batch import BatchError, work
 from sd_tf.serving.batch.folder import Folder, safe_name
 from sd_tf.serving.batch.rows import Row, check_rows, check_settings, divide, read_entries
-from tests.exports import shared_export
+from tests.exports import pipeline_of, shared_export
 
 ROOT = Path(__file__).parent.parent
 BATCH = 2
@@ -51,7 +50,7 @@ def manifest(exported):
 
 @pytest.fixture(scope="module")
 def pipe(exported):
-    return Pipeline.load(exported, jit_compile=False)
+    return pipeline_of(exported)
 
 
 def arguments(exported, prompts, out, *more):
@@ -559,6 +558,7 @@ def test_a_killed_driver_goes_on(drawn, broken):
         assert png == (folder / "out" / f"{identity}.png").read_bytes()
 
 
+@pytest.mark.long
 def test_rows_of_their_own_settings(exported, pipe, tmp_path):
     lines = [
         {"prompt": "plain"},
@@ -613,6 +613,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.long
 def test_what_kills_its_worker_each_time_ends_the_job(exported, tmp_path):
     prompts = written(tmp_path / "p.txt", "a")
     given = arguments(exported, prompts, tmp_path / "out")

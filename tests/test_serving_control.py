@@ -15,13 +15,12 @@ from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.parameter import Each
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
 from sd_tf.serving.batch.rows import check_rows, check_settings, opened
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
-from tests.exports import micro_export, micro_folder, micro_net, steered_export
+from tests.exports import micro_export, micro_folder, micro_net, pipeline_of, steered_export
 from tests.fronts import WITH_ENCODER, ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
@@ -32,7 +31,7 @@ CALL = {"num_steps": STEPS, "seed": 3}
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(steered_export(), jit_compile=False)
+    return pipeline_of(steered_export())
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_the_manifest_names_the_nets():
 
 def test_a_net_that_is_off_changes_nothing(pipe):
     """The plain picture is that of an export without nets."""
-    plain = Pipeline.load(micro_export(), jit_compile=False)(PROMPT, **CALL).images
+    plain = pipeline_of(micro_export())(PROMPT, **CALL).images
     for off in (
         {},
         {"control_image": LINES, "control_scale": 0},
@@ -85,7 +84,7 @@ def test_a_net_that_is_off_changes_nothing(pipe):
 
 def test_compiled_by_xla(pipe):
     """The condition in the compiled loop takes the same branches."""
-    compiled = Pipeline.load(steered_export())
+    compiled = pipeline_of(steered_export(), jit_compile=True)
     for more in (
         {},
         {"control_image": LINES},
@@ -125,7 +124,7 @@ def test_no_text_to_image(tmp_path):
 # Commands
 
 
-def test_generate(pipe, tmp_path, capsys):
+def test_generate(load_once, pipe, tmp_path, capsys):
     LINES.save(tmp_path / "lines.png")
     command = ["generate", PROMPT, "--export_dir", str(steered_export()), "--num_steps", "2"]
     command += ["--seed", "3", "--nojit_compile", "--out", str(tmp_path)]
@@ -247,6 +246,7 @@ def test_rows(tmp_path):
         assert message in failure.reason
 
 
+@pytest.mark.long
 @pytest.mark.long
 def test_a_batch(pipe, tmp_path):
     LINES.save(tmp_path / "lines.png")

@@ -14,14 +14,13 @@ from playwright.sync_api import expect
 
 from sd_tf.cli.main import main
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.shapes import Shape, ShapeError
 from sd_tf.serving.ray_app.application import build
 from sd_tf.serving.ray_app.models import ModelReplica
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.tf_serving.predict import Servable
-from tests.exports import shaped_export
+from tests.exports import pipeline_of, shaped_export
 from tests.fronts import ask, running_front
 from tests.page_browser import PATIENCE, chromium, opened
 
@@ -33,7 +32,7 @@ expect.set_options(timeout=PATIENCE)
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(shaped_export(), jit_compile=False)
+    return pipeline_of(shaped_export())
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,13 @@ from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
 from sd_tf.cli.main import main
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from sd_tf.serving.client.client import Client
 from sd_tf.serving.tf_serving import warmup
 from sd_tf.serving.tf_serving.check import check
 from sd_tf.serving.tf_serving.folder import WARM_UP
 from sd_tf.serving.tf_serving.predict import ModelServer, load
-from tests.exports import shaped_export
+from tests.exports import pipeline_of, shaped_export
 from tests.serving_server import grpc_server, http_server
 
 SCHEMES = ("grpc", "http")
@@ -32,7 +31,7 @@ CALL = {"num_steps": 2, "guidance_scale": 4.0, "scheduler": "euler_ancestral", "
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(shaped_export(), jit_compile=False)
+    return pipeline_of(shaped_export())
 
 
 @pytest.fixture(scope="module")

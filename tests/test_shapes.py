@@ -15,7 +15,7 @@ from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.shapes import Shape, ShapeError, Shapes, parse_shapes, parse_sizes
 from sd_tf.weights import open_checkpoint
-from tests.exports import micro_export, micro_folder, shaped_export
+from tests.exports import micro_export, micro_folder, pipeline_of, shaped_export
 
 SHAPES = Shapes(((16, 16), (16, 24)), (2, 1), 2, 4)
 DRAWN = {"num_steps": 2, "seed": 5, "scheduler": "euler_ancestral"}
@@ -23,7 +23,7 @@ DRAWN = {"num_steps": 2, "seed": 5, "scheduler": "euler_ancestral"}
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(shaped_export())
+    return pipeline_of(shaped_export(), jit_compile=True)
 
 
 def images_of(pipe, prompts, **parameters):
@@ -95,6 +95,7 @@ def test_every_shape_is_exported(pipe):
         assert manifest.verification[name]["saved_model"]["psnr_db"] >= 60
 
 
+@pytest.mark.long
 def test_the_variables_are_stored_once(tmp_path):
     def stored(folder):
         """The names and shapes of the variables' values; the graph of objects is a text."""
@@ -163,7 +164,7 @@ def test_a_shape_draws_what_an_export_made_for_it_draws(pipe, tmp_path):
 
 
 def test_plain_twins_exist_for_every_shape(pipe):
-    plain = Pipeline.load(shaped_export(), jit_compile=False)
+    plain = pipeline_of(shaped_export())
     for size in SHAPES.sizes:
         sides = dict(zip(("height", "width"), size, strict=True))
         assert psnr(images_of(plain, "abc"[:1], **sides), images_of(pipe, "a", **sides), 255) >= 55
@@ -179,7 +180,7 @@ def test_only_what_is_asked_for_is_called():
         previews.append(recorded.decode(latents))
 
     seen, previews = set(), []
-    loaded = Pipeline.load(shaped_export())
+    loaded = pipeline_of(shaped_export(), jit_compile=True)
     replica = Recording(shaped_export(), loaded.manifest, True, None)
     recorded = Pipeline(loaded.manifest, [replica], loaded._tokenizers, 0.0)
     for prompts, shape in ((["a", "b"], Shape(2, 16, 24)), (["a"], Shape(1, 16, 24))):
@@ -202,7 +203,7 @@ def test_an_unknown_size_is_refused_with_the_known_ones(pipe):
         images_of(pipe, "a", height=0)
 
 
-def test_the_command_line_takes_sizes(tmp_path, capsys):
+def test_the_command_line_takes_sizes(load_once, tmp_path, capsys):
     flags = ["--export_dir", str(shaped_export()), "--num_steps", "2", "--seed", "3"]
     assert main(["generate", "a", *flags, "--width", "24", "--out", str(tmp_path)]) == 0
     parameters, _ = read_parameters(tmp_path / "3.png")
@@ -214,6 +215,7 @@ def test_the_command_line_takes_sizes(tmp_path, capsys):
     assert "16x16,16x24 (HxW). Received: --height 17" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_benchmark_measures_a_shape(tmp_path):
     flags = ["--export_dir", str(shaped_export()), "--num_steps", "1", "--repeat", "1"]
     out = tmp_path / "report"

@@ -109,6 +109,7 @@ def editor(editor_export):
     return Pipeline.load(editor_export)
 
 
+@pytest.mark.long
 def test_the_editor_does_what_it_is_told(editor, tmp_path):
     options = evaluate_edits.EditEvaluationOptions(pairs=EDITS, guidance_scale=EDIT_GUIDANCE)
     content = evaluate_edits.evaluate(editor, options, tmp_path)
@@ -117,6 +118,7 @@ def test_the_editor_does_what_it_is_told(editor, tmp_path):
         assert content["splits"][split]["preserved_db"] >= 25.0, split
 
 
+@pytest.mark.long
 def test_the_bare_command_edits(editor_export, tmp_path, monkeypatch):
     """With a picture and no export named, by the editor; here it has been exported before."""
     monkeypatch.chdir(tmp_path)

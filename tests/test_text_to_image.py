@@ -19,12 +19,11 @@ from sd_tf.export import ExportOptions, bundles, export
 from sd_tf.runtime.call import GUIDANCE, MOST_CHARACTERS
 from sd_tf.runtime.chain import NEEDED
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, Manifest
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.shapes import Shape
 from sd_tf.weights import open_checkpoint
 from tests import micro
-from tests.exports import micro_export, micro_folder, shaped_export
+from tests.exports import micro_export, micro_folder, pipeline_of, shaped_export
 
 PROMPTS = [
     *("a large red star", "", "İstanbul at night", "e\u0301 and é", "漢字の星", "👩‍👩‍👧 🏳️‍🌈"),
@@ -54,7 +53,7 @@ assert not [name for name in sys.modules if name.startswith("sd_tf")]
 
 @pytest.fixture(scope="module")
 def pipe():
-    return Pipeline.load(shaped_export(), jit_compile=False)
+    return pipeline_of(shaped_export())
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from sd_tf.runtime.manifest import TEXT_TO_IMAGE, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from tests.embeddings import vectors, write
-from tests.exports import micro_export, micro_folder
+from tests.exports import micro_export, micro_folder, pipeline_of
 
 WIDTH = 16
 SIZE = ("--batch_size=2", "--height=16", "--width=16", "--max_steps=2")
@@ -104,7 +104,7 @@ def test_a_text_encoder_is_replaced_by_one_with_a_token(files, tmp_path):
     after = Manifest.read(export)
     assert after.checkpoint["text_encoder"]["embeddings"] == [record("<cat>", files["<cat>"], 4)]
     assert after.components["diffusion_model"] == before.components["diffusion_model"]
-    pipe, old = (Pipeline.load(one, jit_compile=False) for one in (export, micro_export()))
+    pipe, old = Pipeline.load(export, jit_compile=False), pipeline_of(micro_export())
     assert pipe.count_tokens("<cat>") == 4
     np.testing.assert_array_equal(pipe("a dog", **DRAW).images, old("a dog", **DRAW).images)
     # What replaces another component keeps the tokens.

@@ -20,7 +20,6 @@ from diffusers.training_utils import compute_snr
 from safetensors.numpy import load_file, save_file
 
 from sd_tf.config import END_TOKEN, FAMILIES
-from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.sampling.schedules import abar
 from sd_tf.training import trainer
 from sd_tf.training.ema import Average
@@ -33,7 +32,7 @@ from sd_tf.training.step import compiled_step
 from sd_tf.training.trainer import Progress, Run, alone_in, optimizer_for, states
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
-from tests.exports import micro_export, micro_folder
+from tests.exports import micro_export, micro_folder, pipeline_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -388,7 +387,7 @@ def test_samples_are_the_pictures_of_an_export():
     painter = Painter(checkpoint.config, models, checkpoint.tokenizer())
     prompts = ["a cat", "a dog"]
     drawn = painter.draw(prompts, num_steps=2, guidance_scale=4.0)
-    pipe = Pipeline.load(micro_export(), jit_compile=False)
+    pipe = pipeline_of(micro_export())
     expected = pipe(prompts, num_steps=2, guidance_scale=4.0, seed=0).images
     assert np.abs(drawn.astype(int) - expected).max() <= 1
 

@@ -45,6 +45,7 @@ def batches(checkpoint, latents, dropout):
 
 
 @pytest.mark.backend
+@pytest.mark.jax
 def test_losses_equal_pytorchs():
     """UNet and both text encoders learn, from two texts, the pooled one and the sizes."""
     checkpoint = open_checkpoint(micro_xl_folder())

@@ -129,7 +129,7 @@ def plain(pair, **arguments):
     return pair.ours(PROMPTS, noise=noise, num_steps=STEPS, scheduler="euler", **arguments).images
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 1]], ids=["first", "second", "both"])
 @of("sd1", "sd2-v", "sdxl-base")
 def test_text_to_image(pair, numbers):
@@ -140,7 +140,7 @@ def test_text_to_image(pair, numbers):
     assert psnr(pictures, plain(pair)) < 35, "the nets hardly matter"
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("share", [(0.0, 0.5), (0.34, 0.66)], ids=str)
 @of("sd1", "sdxl-base")
 def test_share_of_the_steps(pair, share):
@@ -153,7 +153,7 @@ def test_share_of_the_steps(pair, share):
     assert psnr(reference, whole) < 45, "the share hardly matters"
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("negative", [None, [NEGATIVE, "green"]], ids=["absent", "negative"])
 @of("sd1", "sdxl-base")
 def test_guess_mode(pair, negative):
@@ -204,7 +204,7 @@ def test_image_to_image(pair, monkeypatch, strength):
     check_pictures(pictures, reference)
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @of("sdxl-base")
 def test_image_to_image_of_sdxl(pair, monkeypatch):
     kind = diffusers.StableDiffusionXLControlNetImg2ImgPipeline

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.backend
 
 TOLERANCE = 1e-4  # of the reference's largest value
 SIZES = [(8, 8), (16, 8)]  # latent height and width
+if keras.backend.backend() == "jax":
+    SIZES = SIZES[1:]
 
 
 def close(ours, theirs, tolerance=TOLERANCE):
@@ -257,7 +259,9 @@ def test_a_step_that_is_told_the_guidance_scale(small_pipelines, tmp_path):
     assert not torch.equal(*found)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.backend(long=True))]
+)
 def test_half_precision(small_pipelines, dtype):
     """Variables and activations in half precision; norms, softmax and the sinusoid stay float32."""
     pipeline, folder = small_pipelines("sdxl-base")

@@ -117,7 +117,7 @@ def check_one(pair, kind):
     assert psnr(reference, other) < 40, "the picture hardly matters"
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("kind", ["base", "plus"])
 @of(SD1, XL)
 def test_text_to_image(pair, kind):
@@ -130,7 +130,7 @@ def test_full_face(pair):
     check_one(pair, "full-face")
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @of(SD1, XL)
 def test_several_adapters_and_pictures(pair):
     looks = pair.looks()

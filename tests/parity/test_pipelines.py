@@ -96,6 +96,7 @@ def adapters(pair, adapter_files):
         pair.ours.unload_adapter(name)
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize(
     ("scales", "negative"),
     [
@@ -180,6 +181,7 @@ def test_image_to_image(pair, monkeypatch, sampler, strength):
     check_pictures(result.images, reference)
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "dpmpp_2m"])
 @of("inpaint")
@@ -197,6 +199,7 @@ def test_inpainting(pair, monkeypatch, sampler, strength):
     assert psnr(result.images, other.images) < 40, "the mask hardly matters"
 
 
+@pytest.mark.backend(long=True)
 @of("sdxl-refiner")
 def test_refiner(pair, monkeypatch):
     """A picture and a score of beauty in place of a target size; the second text encoder alone."""
@@ -209,6 +212,7 @@ def test_refiner(pair, monkeypatch):
     check_pictures(pair.ours(**common, **arguments).images, reference)
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("guidance", [(7.5, 1.5), (3.0, 2.5), (10.0, 1.0)], ids=str)
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "euler_ancestral", "pndm"])
 @of("instruct-pix2pix", "sdxl-instruct-pix2pix")

@@ -69,7 +69,7 @@ def close(one, other):
     assert np.abs(one - other).max() <= TOLERANCE * np.abs(other).max()
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 def test_ids_and_contexts(inverted):
     pipeline, folder, files = inverted
     checkpoint = open_checkpoint(folder / "checkpoint", embeddings=files)
@@ -103,7 +103,7 @@ def test_the_saved_pipeline_reads_as_the_same(inverted, tmp_path):
         np.testing.assert_array_equal(saved.tokenizer(name)(PROMPTS), ours.tokenizer(name)(PROMPTS))
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("inverted", ["sdxl-base"], indirect=True)
 def test_pooled_is_that_of_the_end_token(inverted):
     """SDXL's own files say `eos_token_id` 2: transformers then takes the row of the highest id,
@@ -136,7 +136,7 @@ def test_pooled_is_that_of_the_end_token(inverted):
     close(ours[2], theirs(2)[2])
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("inverted", ["sd1"], indirect=True)
 def test_pictures(inverted, tmp_path):
     pipeline, folder, files = inverted

@@ -87,7 +87,7 @@ def adapted(request, tmp_path_factory):
     return Pair(pipeline, ours), file, folder
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 def test_adapters_are_switched(adapted):
     pair, file, _ = adapted
     noise = pair.noise(2)

@@ -64,6 +64,7 @@ def test_verified(exported):
     assert manifest.suited == {"num_steps": 28, "guidance_scale": 3.5, "strength": 0.6}
 
 
+@pytest.mark.long
 def test_compiled_pictures(exported, pipe):
     """XLA's code draws what the plain form draws, with and without the further prediction."""
     compiled = Pipeline.load(exported)
