@@ -230,3 +230,62 @@ def test_not_a_pipeline(hub):
     (hub.root / "model_index.json").unlink()
     with pytest.raises(CheckpointError, match=r"not a diffusers pipeline: it has no model_index"):
         open_checkpoint("tiny/sd")
+
+
+@pytest.fixture
+def adapter_hub(hub):
+    """A repository as IP-Adapters are published: files in folders, their vision encoder beside."""
+    import shutil
+
+    from tests.peer_image_prompts import micro_image_adapters
+
+    shutil.copytree(micro_image_adapters(), hub.root / "models")
+    return hub
+
+
+def test_an_image_adapters_file_and_the_encoder_beside_it(adapter_hub, monkeypatch):
+    from sd_tf.weights import open_checkpoint
+    from tests.exports import micro_folder
+    from tests.peer_image_prompts import micro_image_adapters
+
+    file = "models/plus.safetensors"
+    here = open_checkpoint(micro_folder(), ip_adapter=[micro_image_adapters() / file[7:]])
+    for answers in (True, False):
+        if not answers:  # all comes from the cache
+            adapter_hub.refusal = (503, "")
+            monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        found = open_checkpoint(micro_folder(), ip_adapter=[f"tiny/sd/{file}"])
+        assert found.config == here.config
+        for name in ("vision_encoder", "image_projection"):
+            ours, theirs = found.tensors(name), here.tensors(name)
+            assert ours.keys() == theirs.keys()
+            assert all((ours[key].read() == theirs[key].read()).all() for key in ours)
+    weights = "models/image_encoder/model.safetensors"
+    assert adapter_hub.fetched.count(file) == adapter_hub.fetched.count(weights) == 1
+
+
+def test_an_image_adapter_that_the_hub_has_not(adapter_hub):
+    from sd_tf.weights import CheckpointError, open_checkpoint
+    from tests.exports import micro_folder
+
+    with pytest.raises(CheckpointError, match=r"tiny/sd is no local file or folder"):
+        open_checkpoint(micro_folder(), ip_adapter=["tiny/sd/models/none.safetensors"])
+    source = "tiny/sd/models/base.safetensors"
+    with pytest.raises(CheckpointError, match=r"tiny/sd on the Hub: .* no vae/none/config.json"):
+        open_checkpoint(micro_folder(), ip_adapter=[source], image_encoder="tiny/sd/vae/none")
+
+
+def test_a_controlnet_by_its_id(hub):
+    import shutil
+
+    from sd_tf.weights import open_checkpoint
+    from tests.exports import micro_folder, micro_net
+
+    for path in micro_net().iterdir():
+        shutil.copy(path, hub.root)
+    found = open_checkpoint(micro_folder(), controlnet=["tiny/sd"])
+    here = open_checkpoint(micro_folder(), controlnet=[micro_net()])
+    assert found.config.controlnets == here.config.controlnets
+    ours, theirs = found.tensors("controlnet"), here.tensors("controlnet")
+    assert ours.keys() == theirs.keys()
+    assert all((ours[key].read() == theirs[key].read()).all() for key in ours)
