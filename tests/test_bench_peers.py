@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import diffusers
 import keras
@@ -21,7 +22,7 @@ from sd_tf.bench.peers import agreement, apart, folders, report, scaling, target
 from sd_tf.bench.peers.engine import GUIDANCE, KINDS, STAGES, Job
 from sd_tf.bench.peers.engines import kerascv
 from sd_tf.bench.peers.flops import unet_flops
-from sd_tf.bench.peers.measure import ComparisonOptions, full_seconds, measure
+from sd_tf.bench.peers.measure import ComparisonOptions, Running, full_seconds, measure
 from sd_tf.bench.peers.process import Process, environment
 from sd_tf.bench.plan import BenchError
 from sd_tf.cli.main import main
@@ -33,7 +34,12 @@ from sd_tf.weights import kerascv as kerascv_weights
 from tests import peers
 from tests.exports import micro_folder
 
-RAN = ("torch", "openvino", "jax")  # PyTorch compiles minutes even for a small UNet
+RAN = (
+    "torch",
+    "openvino",
+    "openvino_default",
+    "jax",
+)  # PyTorch compiles minutes even for a small UNet
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +53,29 @@ def compared(tmp_path_factory):
     assert result.returncode == 0, result.stderr + result.stdout
     content = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
     return result.stdout, content, (folder / "peers.html").read_text(encoding="utf-8")
+
+
+def test_an_engine_that_chooses_its_precision():
+    """OpenVINO without a hint; and its label says what it took."""
+    import openvino
+
+    from sd_tf.bench.peers.engines.openvino_ir import precision_of, settings_for
+
+    hint = "INFERENCE_PRECISION_HINT"
+    assert settings_for(Job("openvino", 1, 2, precision="bfloat16"))[hint] == "bf16"
+    settings = settings_for(Job("openvino_default", 1, 2, precision="bfloat16"))
+    assert hint not in settings and settings["INFERENCE_NUM_THREADS"] == 2
+    ops = openvino.opset13
+    given = ops.parameter([1, 2], np.float32)
+    model = openvino.Model([ops.relu(given)], [given])
+    compiled = openvino.Core().compile_model(model, "CPU", {hint: "f32"})
+    assert precision_of(compiled) == "float32"
+    on_another_cpu = SimpleNamespace(get_property={hint: openvino.Type.bf16}.get)
+    assert precision_of(on_another_cpu) == "bfloat16"
+    process = SimpleNamespace(job=Job("openvino_default", 1, 2))
+    loaded = {"precision": "bfloat16", "devices": ["CPU"], "load_seconds": 1, "compile_seconds": 1}
+    running = Running("openvino_default", process, loaded, {}, 1.0)
+    assert running.described({})["label"] == "diffusers → OpenVINO by default, bfloat16"
 
 
 @pytest.mark.long

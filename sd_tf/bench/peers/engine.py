@@ -61,6 +61,7 @@ class Loaded:
     matmul: Callable[[], dict[str, float]] | None = None  # GFLOP/s by size and kind
     device_memory: Callable[[], int | None] = lambda: None  # peak bytes
     devices: list[str] = field(default_factory=lambda: ["CPU"])
+    precision: str | None = None  # what the engine chose, where the job leaves it the choice
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Kind:
     backend: str = "tensorflow"  # Keras' backend
     devices: tuple[str, ...] = ("cpu", "gpu")
     precisions: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    chooses_precision: bool = False  # as the device does it best, whatever the job's
 
 
 KINDS = {
@@ -81,6 +83,9 @@ KINDS = {
     "torch_compile": Kind("diffusers, torch.compile", "pytorch"),
     "openvino": Kind(
         "diffusers → OpenVINO", "openvino_ir", devices=("cpu",), precisions=("float32", "bfloat16")
+    ),
+    "openvino_default": Kind(
+        "diffusers → OpenVINO by default", "openvino_ir", devices=("cpu",), chooses_precision=True
     ),
     "jax": Kind("sd_tf on JAX", "jax_models", backend="jax"),
 }

@@ -228,11 +228,11 @@ class Size:
 
     def _compare(self, ours: "Running", name: str) -> dict:
         conversion_seconds = 0.0
-        if name == "openvino":
+        if KINDS[name].module == KINDS["openvino"].module:
             conversion_seconds = folders.convert(self.checkpoint, self.work / "openvino")
         peer = self._start(name)
         with peer.process:
-            decibels = {stage: self._decibels(ours, name, stage) for stage in STAGES}
+            decibels = {stage: self._decibels(ours, peer, stage) for stage in STAGES}
             timed = {stage: self._alternate(ours, peer, stage) for stage in STAGES}
             draws = self._alternate_draws(ours, peer)
             memory = peer.process.ask("memory")
@@ -265,10 +265,11 @@ class Size:
             **memory,
         }
 
-    def _decibels(self, ours: "Running", name: str, stage: str) -> float:
-        outputs = [np.load(self._output(engine, stage)) for engine in (ours.name, name)]
+    def _decibels(self, ours: "Running", peer: "Running", stage: str) -> float:
+        outputs = [np.load(self._output(engine.name, stage)) for engine in (ours, peer)]
         decibels = agreement.decibels(*outputs)
-        agreement.check(KINDS[name].label, stage, decibels, self.options.precision)
+        precision = peer.loaded["precision"] or self.options.precision
+        agreement.check(peer.label, stage, decibels, precision)
         return decibels
 
     def _alternate(self, ours: "Running", peer: "Running", stage: str):
@@ -297,6 +298,11 @@ class Running:
     firsts: dict[str, float]
     first_draw: float
 
+    @property
+    def label(self) -> str:
+        precision = self.loaded["precision"]
+        return KINDS[self.name].label + ("" if precision is None else f", {precision}")
+
     def described(self, stages: dict[str, dict], conversion_seconds: float = 0.0) -> dict:
         calls = {"unet_step": self.process.job.steps - 1 if self.name == OURS else 1}
         compiling = [
@@ -306,7 +312,7 @@ class Running:
         before = self.loaded["compile_seconds"]
         return {
             "name": self.name,
-            "label": KINDS[self.name].label,
+            "label": self.label,
             "devices": self.loaded["devices"],
             "load_seconds": self.loaded["load_seconds"],
             "conversion_seconds": conversion_seconds,

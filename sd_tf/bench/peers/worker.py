@@ -54,6 +54,7 @@ class Worker:
             "load_seconds": time.perf_counter() - START - loaded.compile_seconds,
             "compile_seconds": loaded.compile_seconds,
             "devices": loaded.devices,
+            "precision": loaded.precision,
         }
 
     def run(self, stage: str, save: str | None = None) -> dict:

@@ -12,7 +12,7 @@ from sd_tf.bench.peers.walk import walk
 from sd_tf.bench.timing import timed
 
 TEXT_ENCODER, UNET, DECODER = "text_encoder", "unet", "decoder"
-HINTS = {"float32": "f32", "bfloat16": "bf16"}  # by default, a CPU with bfloat16 computes in it
+HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def convert(checkpoint: Path, folder: Path) -> None:
@@ -68,11 +68,15 @@ def _torch_parts(checkpoint: Path) -> dict:
 
 
 def settings_for(job: Job) -> dict:
-    return {
-        "INFERENCE_PRECISION_HINT": HINTS[job.precision],
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": job.threads,
-    }
+    """Return the settings of OpenVINO; without a hint, a CPU with bfloat16 computes in it."""
+    hint = {} if job.kind.chooses_precision else {"INFERENCE_PRECISION_HINT": HINTS[job.precision]}
+    return {**hint, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": job.threads}
+
+
+def precision_of(model: openvino.CompiledModel) -> str:
+    """Return the precision that a compiled model computes in."""
+    hint = model.get_property("INFERENCE_PRECISION_HINT").to_string()
+    return {short: name for name, short in HINTS.items()}.get(hint, hint)
 
 
 def load(job: Job) -> Loaded:
@@ -114,4 +118,5 @@ def load(job: Job) -> Loaded:
         },
         lambda steps: walk(given, steps, encode, unet, decode),
         compile_seconds=seconds,
+        precision=precision_of(parts[UNET]) if job.kind.chooses_precision else None,
     )
