@@ -103,6 +103,7 @@ def served(tiny_exports, tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     flags = ["--num_steps", "20", "--guidance_scale", "4", "--max_queue", "64"]
     flags += ["--compile_cache", str(folder / "compiled")]  # replicas come and go
+    flags += ["--nojit_compile"]
     with serving(tiny_exports(4), folder, *flags) as served:
         yield served
 

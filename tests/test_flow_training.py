@@ -237,6 +237,7 @@ def tune(folder, *more):
     )
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_fine_tuned(small_pipelines, tmp_path):
     """Without a T5, diffusers opens what was trained; positions stay as they are."""
     pipeline, folder = small_pipelines("sd3-without-t5")

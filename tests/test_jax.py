@@ -417,6 +417,7 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
     np.testing.assert_array_equal(drawn, expected[0])
 
 
+@pytest.mark.long
 def test_t5_from_shapes_alone(small_pipelines, tmp_path):
     """Figures need no tokenizer of T5; what is compiled to be run does, and takes weights later."""
     _, folder = small_pipelines("flux-dev")

@@ -170,6 +170,7 @@ def test_plain_twins_exist_for_every_shape(pipe):
         assert psnr(images_of(plain, "abc"[:1], **sides), images_of(pipe, "a", **sides), 255) >= 55
 
 
+@pytest.mark.long
 def test_only_what_is_asked_for_is_called():
     class Recording(SavedModelRunner):
         def call(self, component, endpoint, shape, **inputs):

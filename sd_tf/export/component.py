@@ -164,7 +164,7 @@ def _save(module: tf.Module, path: Path) -> tuple[str, ...]:
 
 def _clear() -> None:
     """Free what was deleted before, and give its memory back to the system."""
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # which would collect, too
     gc.collect()
     give_back()
 

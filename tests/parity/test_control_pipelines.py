@@ -131,7 +131,7 @@ def plain(pair, **arguments):
 
 @pytest.mark.backend(long=True)
 @pytest.mark.parametrize("numbers", [[0], [1], [0, 1]], ids=["first", "second", "both"])
-@of("sd1", "sd2-v", "sdxl-base")
+@of("sd1", "sdxl-base", pytest.param("sd2-v", marks=pytest.mark.long))
 def test_text_to_image(pair, numbers):
     reference, pictures = text_to_image(
         pair, pair.family, numbers, scale=[0.7, 1.2][: len(numbers)]

@@ -62,12 +62,15 @@ def pair(request, tmp_path_factory):
     return Pair(pipeline, drawer(folder, **options))
 
 
+SD2_LONG = pytest.param("sd2-v", marks=pytest.mark.long)
+
+
 def of(*families):
     """On JAX those that differ: SD1's and SD2's walks are SDXL's program with other tables, and are
     taken where no other family has the feature.
     """
     if keras.backend.backend() == "jax":
-        families = [name for name in families if name not in ("sd1", "sd2-v")] or families
+        families = [name for name in families if name not in ("sd1", "sd2-v", SD2_LONG)] or families
     return pytest.mark.parametrize("pair", families, indirect=True)
 
 
@@ -106,7 +109,7 @@ def adapters(pair, adapter_files):
     ],
     ids=["one", "negative", "two"],
 )
-@of("sd1", "sd2-v", "sdxl-base")
+@of("sd1", SD2_LONG, "sdxl-base")
 def test_adapters_are_switched(pair, adapters, scales, negative):
     pair.theirs.set_adapters(list(scales), list(scales.values()))
     without = pair.ours(

@@ -81,6 +81,7 @@ def test_bfloat16(folders, tmp_path, pipe):
     assert psnr(narrow(PROMPT, **CALL).images, pipe(PROMPT, **CALL).images) >= 30
 
 
+@pytest.mark.long
 def test_http(exported, pipe):
     """The application's front, and what its page would ask for."""
     with running_front(exported, WITH_ENCODER) as front:
@@ -101,6 +102,7 @@ def test_http(exported, pipe):
     assert np.abs(drawn.astype(int) - theirs).max() <= 1
 
 
+@pytest.mark.long
 def test_tensorflow_serving(exported, tmp_path, pipe):
     """The folder with its warm-up requests, and the client."""
     out = ["--out", str(tmp_path / "serving"), "--device", "cpu"]

@@ -85,7 +85,7 @@ def check(pair, size=SIZES[0], steps=6, theirs=None, ours=None, **common):
     return pictures
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.long)])
 @pytest.mark.parametrize("steps", [1, 4, 7])
 @of(*NAMES)
 def test_text_to_image(pair, steps, size):
