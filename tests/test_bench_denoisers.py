@@ -9,10 +9,11 @@ from sd_tf.cli.main import main
 from tests.exports import micro_folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pipeline", "engines", "batch"),
     [
-        pytest.param("sd3-without-t5", "torch,jax", 2, marks=pytest.mark.long),
+        ("sd3-without-t5", "torch,jax", 2),
         ("flux-schnell", "openvino", 1),
     ],
 )

@@ -666,7 +666,7 @@ def test_command(tmp_path):
     result, *results = commands.run(
         ROOT / "serialize_savedmodels.py",
         [f"--checkpoint={micro_folder()}", f"--output_dir={target}", "--height=16", "--width=24"]
-        + ["--max_steps=3"],
+        + ["--max_steps=3", "--verify=fast"],
         *(flags for flags, _ in refused),
     )
     assert result.returncode == 0, result.stderr
@@ -675,9 +675,8 @@ def test_command(tmp_path):
     manifest = Manifest.read(target)
     assert manifest.shapes.latent((16, 24)) == (8, 12, 4)
     for name, figures in manifest.verification.items():
-        assert figures["level"] == "full"
-        assert figures["saved_model"]["psnr_db"] >= 60
-        assert name == "text_encoder" or figures["saved_model_xla"]["psnr_db"] >= 60
+        assert figures["level"] == "fast"
+        assert figures["saved_model"]["psnr_db"] >= 60, name
     for (_, message), result in zip(refused, results, strict=True):
         assert result.returncode != 0
         assert message in result.stderr + result.stdout

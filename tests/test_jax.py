@@ -195,6 +195,7 @@ def test_a_transformer_on_many_devices(tmp_path, small_pipelines, pipeline, t5, 
         assert divided[name] <= share * whole, name
 
 
+@pytest.mark.long
 def test_several_hosts(tmp_path):
     shutil.copytree(micro_folder(), tmp_path / "checkpoint")
     with socket.socket() as free:

@@ -46,6 +46,9 @@ def test_the_manifest_says_what_reuse_gives(folder):
     manifest = Manifest.read(folder)
     # 8 channels of the first way down, as many of each of the two shallow skip connections.
     assert manifest.reuse == ReuseRecord(most=3, parts=2, channels=16 + 2 * 8)
+    for name in ("diffusion_model", "decoder"):
+        for label in ("saved_model", "saved_model_xla"):
+            assert manifest.verification[name][label]["psnr_db"] >= 60, (name, label)
     figures = manifest.verification["diffusion_model"]
     assert figures["reuse 1"]["psnr_db"] == 999.0
     assert 10 < figures["reuse 3"]["psnr_db"] < figures["reuse 2"]["psnr_db"] + 3 < 100

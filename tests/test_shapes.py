@@ -163,6 +163,7 @@ def test_a_shape_draws_what_an_export_made_for_it_draws(pipe, tmp_path):
         assert psnr(ours, images_of(alone, "a", **given), 255) >= 55
 
 
+@pytest.mark.long
 def test_plain_twins_exist_for_every_shape(pipe):
     plain = pipeline_of(shaped_export())
     for size in SHAPES.sizes:
