@@ -14,12 +14,13 @@ import numpy as np
 from PIL import Image
 
 from sd_tf.checkpoints import make_random
-from sd_tf.config import FAMILIES, ControlNetConfig, PipelineConfig
+from sd_tf.config import FAMILIES, ControlNetConfig, PipelineConfig, SmallDecoderConfig
 from sd_tf.export import ExportOptions, export
 from sd_tf.models import lowering
 from sd_tf.models.controlnet import ControlNet
+from sd_tf.models.small_decoder import SmallDecoder
 from sd_tf.runtime.pipeline import Pipeline
-from sd_tf.weights import layout, open_checkpoint, save_controlnet
+from sd_tf.weights import layout, open_checkpoint, save_controlnet, save_small_decoder
 from tests import micro
 
 SMALL = {"height": 64, "width": 64, "max_steps": 8, "verify": "off"}
@@ -173,6 +174,25 @@ def steered_export(folder):
     options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="fast")
     nets = [micro_net(), micro_net()]
     export(open_checkpoint(micro_folder(), controlnet=nets), folder, options)
+
+
+@once
+def micro_decoder(folder):
+    """A small decoder for the smallest checkpoint, all of its layers random."""
+    config = SmallDecoderConfig(channels=8, blocks=(1, 1))
+    decoder, random = SmallDecoder(config), np.random.default_rng(0)
+    for slot in layout.slots(decoder).values():
+        scale = 0.1 if len(slot.shape) == 1 else np.prod(slot.shape[1:]) ** -0.5
+        value = random.standard_normal(slot.shape).astype("float32") * np.float32(scale)
+        slot.fill(lambda value=value: value)
+    save_small_decoder(folder, config, decoder)
+
+
+@once
+def previewing_export(folder):
+    """Like `micro_export`, with a small decoder for previews, and verified."""
+    options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="fast")
+    export(open_checkpoint(micro_folder(), preview_decoder=micro_decoder()), folder, options)
 
 
 @once

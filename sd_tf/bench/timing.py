@@ -97,7 +97,10 @@ def saved_models() -> Callable[[Job], Call]:
 
     def prepare(job: Job) -> Call:
         pipe = Pipeline.load(
-            job.export_dir, jit_compile=job.jit_compile, compile_cache=job.compile_cache
+            job.export_dir,
+            jit_compile=job.jit_compile,
+            compile_cache=job.compile_cache,
+            fixed_weights=True,
         )
         pictures = blank_pictures(pipe.manifest, (job.height, job.width))
 

@@ -4,6 +4,7 @@ from sd_tf.checkpoints.embedded import (
     ADAPTERS,
     CONFIG,
     CONTROLNETS,
+    DECODERS,
     DIT_CONFIG,
     EDITOR,
     EDITOR_FOLDER,
@@ -12,6 +13,7 @@ from sd_tf.checkpoints.embedded import (
     TINY_FOLDER,
     embedded_adapter,
     embedded_controlnet,
+    embedded_decoder,
 )
 from sd_tf.checkpoints.random import make_random
 
@@ -19,6 +21,7 @@ __all__ = [
     "ADAPTERS",
     "CONFIG",
     "CONTROLNETS",
+    "DECODERS",
     "DIT_CONFIG",
     "EDITOR",
     "EDITOR_FOLDER",
@@ -27,5 +30,6 @@ __all__ = [
     "TINY_FOLDER",
     "embedded_adapter",
     "embedded_controlnet",
+    "embedded_decoder",
     "make_random",
 ]

@@ -12,6 +12,7 @@ EMBEDDED = {name: FOLDER / name for name in (TINY, EDITOR)}
 TINY_FOLDER = EMBEDDED[TINY]  # trained by `sd-tf train tiny`
 EDITOR_FOLDER = EMBEDDED[EDITOR]  # trained further, to follow instructions
 ADAPTERS = ("outline", "moon")  # of `tiny`, trained by `sd-tf train tiny_adapter`
+DECODERS = ("preview",)  # of `tiny`'s latents, trained by `sd-tf train small_decoder`
 CONTROLNETS = ("drawing",)  # for `tiny`, trained by `sd-tf train tiny_control`
 
 
@@ -23,6 +24,11 @@ def embedded_adapter(name: str) -> Path:
 def embedded_controlnet(name: str) -> Path:
     """Return the folder of a ControlNet for `tiny`, with or without the prefix: `tiny:drawing`."""
     return FOLDER / "controlnets" / _known(name, CONTROLNETS, "ControlNets")
+
+
+def embedded_decoder(name: str) -> Path:
+    """Return the folder of a small decoder for `tiny`, with or without the prefix."""
+    return FOLDER / "decoders" / _known(name, DECODERS, "small decoders")
 
 
 def _known(name: str, names: tuple[str, ...], what: str) -> str:

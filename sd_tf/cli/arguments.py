@@ -134,12 +134,22 @@ def controlnet(text: str) -> str:
     return str(_parsed(embedded_controlnet, text))
 
 
-def place_of_addition(source: str) -> str | Path:
-    """Return the place of an embedded adapter or ControlNet; any other source stays as it is."""
-    from sd_tf.checkpoints import CONTROLNETS, embedded_controlnet
+def small_decoder(text: str) -> str:
+    """Parse a small decoder's source: `tiny:NAME` is an embedded one's folder."""
+    if not text.startswith(EMBEDDED_PREFIX):
+        return text
+    from sd_tf.checkpoints import embedded_decoder
 
-    if source in [f"{EMBEDDED_PREFIX}{name}" for name in CONTROLNETS]:
-        return embedded_controlnet(source)
+    return str(_parsed(embedded_decoder, text))
+
+
+def place_of_addition(source: str) -> str | Path:
+    """Return the place of what is embedded beside `tiny`; any other source stays as it is."""
+    from sd_tf.checkpoints import CONTROLNETS, DECODERS, embedded_controlnet, embedded_decoder
+
+    for names, place in ((CONTROLNETS, embedded_controlnet), (DECODERS, embedded_decoder)):
+        if source in [f"{EMBEDDED_PREFIX}{name}" for name in names]:
+            return place(source)
     return place_of_adapter(source)
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from sd_tf.cli.options import EXPORT, OPENING, PLACES, SHAPE, STEERING, chosen, opened
+from sd_tf.cli.options import ADDITIONS, EXPORT, OPENING, PLACES, SHAPE, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import family_of
 
@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.export import ExportOptions, export
 
     start = time.perf_counter()
-    checkpoint = opened(options, options.checkpoint, (*OPENING, *STEERING))
+    checkpoint = opened(options, options.checkpoint, (*OPENING, *ADDITIONS))
     print(f"{checkpoint.source}: {checkpoint.format}, {family_of(checkpoint.config)}", flush=True)
     for adapter in checkpoint.adapters:
         print(f"with {adapter.name} at {adapter.scale:g}", flush=True)

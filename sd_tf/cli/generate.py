@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
         export_dir,
         jit_compile=options.jit_compile,
         compile_cache=options.compile_cache,
+        fixed_weights=not options.load_adapter,
     )
     for name, path in options.load_adapter:
         pipe.load_adapter(name, path)

@@ -7,7 +7,7 @@ import time
 import jax
 
 from sd_tf.cli.arguments import add_json, write_json
-from sd_tf.cli.options import OPENING, PLACES, SEVERAL, STEERING, STORAGE, chosen, opened
+from sd_tf.cli.options import ADDITIONS, OPENING, PLACES, SEVERAL, STORAGE, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig, family_of
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt_chunks", type=int, default=1, help="chunks of 75 tokens that a prompt may fill"
     )
-    add_options(parser, [*PLACES, *STEERING])
+    add_options(parser, [*PLACES, *ADDITIONS])
     parser.add_argument("--model_axis", type=int, default=1, help="devices that share one denoiser")
     parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
     parser.add_argument("--out", dest="output_dir", help="folder for the compiled pipeline")
@@ -105,8 +105,8 @@ def _check_estimate(options, schedule: ScheduleConfig) -> None:
 
 def _checkpoint(options) -> Checkpoint:
     if options.checkpoint is not None:
-        return opened(options, options.checkpoint, (*OPENING, *STEERING))
-    for name, value in chosen(options, (*OPENING, *STEERING)).items():
+        return opened(options, options.checkpoint, (*OPENING, *ADDITIONS))
+    for name, value in chosen(options, (*OPENING, *ADDITIONS)).items():
         if value and name not in ("family", "without", "max_sequence_length", "t5_tokenizer"):
             raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
     if options.family is None:

@@ -58,6 +58,10 @@ COMMANDS = {
                 "sd_tf.cli.train_controlnet",
                 "train a ControlNet, from pictures to follow and pictures to draw",
             ),
+            "small_decoder": Command(
+                "sd_tf.cli.train_small_decoder",
+                "train a small decoder of a checkpoint's latents, for previews",
+            ),
             "memory": Command(
                 "sd_tf.cli.train_memory",
                 "estimate fine-tuning's memory and time on a TPU slice, without the slice",

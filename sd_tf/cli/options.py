@@ -18,6 +18,7 @@ from sd_tf.cli.arguments import (
     names,
     scaled_path,
     sizes,
+    small_decoder,
     whole_numbers,
 )
 from sd_tf.components import COMPONENTS
@@ -31,8 +32,13 @@ TARGETS = ("cpu", "gpu", "tpu")
 EXPORT_DIR = "exports/tiny"
 
 
-# The kinds of lists, and how the help shows them.
-LISTS = {names: "NAME,NAME", whole_numbers: "N,N", sizes: "HxW,HxW"}
+# Kinds of values that have a syntax of their own, and how the help shows it.
+SYNTAX = {
+    names: "NAME,NAME",
+    whole_numbers: "N,N",
+    sizes: "HxW,HxW",
+    small_decoder: "PATH_OR_ID",
+}
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,7 @@ class Option:
     name: str
     default: Any
     help: str
-    # One of LISTS: values with commas between them.
-    kind: Callable[[str], Any] = str
+    kind: Callable[[str], Any] = str  # or int, float, bool, one of SYNTAX
     choices: Sequence[str] | None = None
     spelling: str | None = None  # the name in `sd-tf`, where it differs; both accept either
     repeated: str | None = None  # it may be given several times; how the help shows a value
@@ -102,7 +107,7 @@ CONTROLNET = Option(
     controlnet,
     repeated="PATH_OR_ID",
 )
-STEERING = (  # what steers a checkpoint's pictures beside prompts
+ADDITIONS = (  # what is added to a checkpoint, beside its own parts
     CONTROLNET,
     Option(
         "ip_adapter",
@@ -116,6 +121,19 @@ STEERING = (  # what steers a checkpoint's pictures beside prompts
         None,
         "The folder of the IP-Adapters' vision encoder, or OWNER/NAME/FOLDER on the Hub. Default: "
         "image_encoder beside the first adapter.",
+    ),
+    Option(
+        "decoder",
+        None,
+        "A small decoder in place of the autoencoder's: the diffusers folder or Hub id of an "
+        "AutoencoderTiny. See docs/small_decoders.md.",
+        small_decoder,
+    ),
+    Option(
+        "preview_decoder",
+        None,
+        "A small decoder for previews, beside the autoencoder's. tiny:preview is embedded.",
+        small_decoder,
     ),
 )
 
@@ -196,7 +214,7 @@ EXPORT = (
         int,
     ),
     *PLACES,
-    *STEERING,
+    *ADDITIONS,
     Option("jit_compile_text_encoder", False, "Have XLA compile the text encoder too.", bool),
     Option(
         "target",
@@ -215,7 +233,7 @@ EXPORT = (
         "components",
         None,
         f"What to export; fewer than all replace those of an existing export. Default: all: "
-        f"{', '.join(COMPONENTS)}, and vision_encoder with IP-Adapters.",
+        f"{', '.join(COMPONENTS)}, vision_encoder with IP-Adapters, preview_decoder with one.",
         names,
     ),
     Option(
@@ -307,8 +325,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: Sequence[Option]) ->
         flag_names = [f"--{name}" for name in (option.spelling, option.name) if name is not None]
         kind = {"action": Switch} if option.kind is bool else {"type": option.kind}
         default = option.default
-        if option.kind in LISTS:
-            kind = {"type": option.kind, "metavar": LISTS[option.kind]}
+        if option.kind in SYNTAX:
+            kind = {"type": option.kind, "metavar": SYNTAX[option.kind]}
         if option.repeated is not None:
             kind |= {"metavar": option.repeated, "action": "append"}
             default = list(default)  # a copy of which argparse appends to
@@ -328,8 +346,8 @@ def define_flags(options: Sequence[Option], values: flags.FlagValues = flags.FLA
         elif option.repeated is not None:
             parser = ValueParser(option.kind, option.repeated)
             flags.DEFINE_multi(parser, None, *given, option.help, values)
-        elif option.kind in LISTS:
-            parser = ValueParser(option.kind, f"{LISTS[option.kind]}, with commas between")
+        elif option.kind in SYNTAX:
+            parser = ValueParser(option.kind, SYNTAX[option.kind])
             flags.DEFINE(parser, *given, option.help, values)
         else:
             define = {

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from sd_tf.cli.arguments import Switch
+from sd_tf.cli.arguments import Switch, report
 from sd_tf.cli.options import OPENING
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.config import PipelineConfig
@@ -37,6 +37,36 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
         default="refuse",
         help="what to do with a row that cannot be read",
     )
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Add what `open_data` reads."""
+    parser.add_argument(
+        "--data", required=True, help="a folder, a parquet file or folder, or world:COUNT"
+    )
+    add_pictures(parser)
+    parser.add_argument("--caption_column", help="where it is not 'text'")
+    parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
+
+
+def open_data(options: argparse.Namespace, path: str, size: int, host, checked: str = "bad_rows"):
+    """Open this host's part of captioned pictures; `checked`: the file that lists bad rows."""
+    from sd_tf.training import data
+
+    count = world_count(options, path)
+    if count is not None:
+        return data.World(count, size, host=host)
+    columns = {
+        name: getattr(options, name)
+        for name in ("caption_column", "image_column")
+        if getattr(options, name) is not None
+    }
+    file = options.folder / f"{host.named(checked)}.json"
+    source = data.open_source(path, size, options.on_error, host, file, **columns)
+    for line in source.skipped:
+        report(f"skipped {line}")
+    report(f"{len(source)} examples, {len(source.skipped)} skipped")
+    return source
 
 
 def add_train_text_encoder(parser: argparse.ArgumentParser) -> None:

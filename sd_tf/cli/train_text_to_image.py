@@ -5,17 +5,17 @@ import argparse
 from sd_tf.cli.arguments import Switch, report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
+    add_data,
     add_hosts,
     add_lora,
-    add_pictures,
     add_run,
     add_settings,
     add_train_text_encoder,
+    open_data,
     picture_size,
     read_lora,
     read_settings,
     use_backend,
-    world_count,
 )
 from sd_tf.training.settings import TrainingError
 
@@ -23,13 +23,8 @@ from sd_tf.training.settings import TrainingError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--checkpoint", required=True, help="any source that `sd-tf weights` reads")
-    parser.add_argument(
-        "--data", required=True, help="a folder, a parquet file or folder, or world:COUNT"
-    )
-    add_pictures(parser)
+    add_data(parser)
     add_train_text_encoder(parser)
-    parser.add_argument("--caption_column", help="where it is not 'text'")
-    parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
     parser.add_argument("--caption_dropout", type=float, default=0.1)
     parser.add_argument(
         "--min_snr",
@@ -68,32 +63,16 @@ def read_inversion(options: argparse.Namespace):
 
 def run(options: argparse.Namespace) -> int:
     host = use_backend(options)
-    from sd_tf.training import data, finetune
+    from sd_tf.training import finetune
 
     settings, lora = read_settings(options), read_lora(options)
     inversion = read_inversion(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
 
-    def opened_data(path, checked):
-        count = world_count(options, path)
-        if count is not None:
-            return data.World(count, size, host=host)
-        columns = {
-            name: getattr(options, name)
-            for name in ("caption_column", "image_column")
-            if getattr(options, name) is not None
-        }
-        checked = options.folder / f"{host.named(checked)}.json"
-        source = data.open_source(path, size, options.on_error, host, checked, **columns)
-        for line in source.skipped:
-            report(f"skipped {line}")
-        report(f"{len(source)} examples, {len(source.skipped)} skipped")
-        return source
-
-    source, prior = opened_data(options.data, "bad_rows"), None
+    source, prior = open_data(options, options.data, size, host), None
     if options.prior_data is not None:
-        prior = opened_data(options.prior_data, "prior_bad_rows")
+        prior = open_data(options, options.prior_data, size, host, "prior_bad_rows")
     finetune.finetune(
         checkpoint,
         source,

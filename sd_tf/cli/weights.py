@@ -22,7 +22,8 @@ from sd_tf.weights.image_prompts import (
     is_image_adapter_file,
     open_image_adapter,
 )
-from sd_tf.weights.open import is_controlnet, open_controlnet
+from sd_tf.weights.open import is_controlnet, open_controlnet, open_small_decoder
+from sd_tf.weights.small_decoder import SmallDecoderCheckpoint, is_small_decoder
 
 ROW = "{:<15} {:>8} {:>14}  {:<18} {:>9}"
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH_OR_ID",
         help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
         "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit; "
-        "or an adapter, by its file or folder, or a ControlNet by either",
+        "or an adapter or a ControlNet, by its file or folder, or a small decoder's folder",
     )
     add_options(parser, OPENING)
 
@@ -52,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
         if is_controlnet(source):
             _check_no_options(options, "a ControlNet")
             return describe_controlnet(open_controlnet(source))
+        if is_small_decoder(Path(source)):
+            _check_no_options(options, "a small decoder")
+            return describe_small_decoder(open_small_decoder(source))
         checkpoint = opened(options, options.source, incomplete=True)
     except SdTfError as error:
         print(f"would not load: {error}", file=sys.stderr)
@@ -95,6 +99,19 @@ def describe_image_adapter(adapter: ImageAdapterCheckpoint) -> int:
     print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
     problems = _row(projection.component, projection, adapter.projection)
     problems += _row(attention.component, attention, adapter.attention)
+    print()
+    return _verdict(problems)
+
+
+def describe_small_decoder(decoder: SmallDecoderCheckpoint) -> int:
+    config = decoder.config
+    print(f"source      {decoder.source}")
+    print("format      small decoder (AutoencoderTiny)")
+    print(f"takes       latents of {config.latent_channels} channels, {config.downscale} px a side")
+    blocks = ", ".join(map(str, config.blocks))
+    print(f"size        {config.channels} channels; {blocks} blocks on its levels")
+    print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
+    problems = _row("decoder", config, decoder.tensors)
     print()
     return _verdict(problems)
 

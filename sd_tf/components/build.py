@@ -25,6 +25,8 @@ from sd_tf.components.spec import COMPONENTS, VISION_ENCODER, Endpoint, as_is
 from sd_tf.components.text_encoder import Read, reader_of, text_encoder
 from sd_tf.config import (
     AUTOENCODER,
+    DECODER,
+    PREVIEW_DECODER,
     ImageAttentionConfig,
     ImageProjectionConfig,
     PipelineConfig,
@@ -244,12 +246,27 @@ def tables_of(config: PipelineConfig, size: Size, max_steps: int) -> Packed:
 
 
 def _decoder(config, geometry, precision, empty_tokens, build) -> Component:
+    if DECODER in config.small_decoders:
+        return _small_decoder(DECODER, config, geometry, precision, build)
     vae = build(AUTOENCODER, autoencoder_precision(config, precision))
 
     def declare(shape, tables, shared):
         return decoder(vae, config.autoencoder.latent_scale, geometry.shapes, shape, shared)
 
     return Component("decoder", {AUTOENCODER: vae}, declare, OF_DECODER)
+
+
+def _preview_decoder(config, geometry, precision, empty_tokens, build) -> Component:
+    return _small_decoder(PREVIEW_DECODER, config, geometry, precision, build)
+
+
+def _small_decoder(name: str, config, geometry, precision: str, build) -> Component:
+    model, scale = build(name, precision), config.small_decoders[name].latent_scale
+
+    def declare(shape, tables, shared):
+        return decoder(model, scale, geometry.shapes, shape, shared)
+
+    return Component(name, {name: model}, declare)
 
 
 def _image_encoder(config, geometry, precision, empty_tokens, build) -> Component:
@@ -276,12 +293,15 @@ _ASSEMBLERS = {
         zip(COMPONENTS, (_text_encoder, _diffusion_model, _decoder, _image_encoder), strict=True)
     ),
     VISION_ENCODER: _vision_encoder,
+    PREVIEW_DECODER: _preview_decoder,
 }
 
 
 def component_names(config: PipelineConfig) -> tuple[str, ...]:
     """Return the components that a checkpoint has."""
-    return COMPONENTS if config.image_prompts is None else (*COMPONENTS, VISION_ENCODER)
+    vision = () if config.image_prompts is None else (VISION_ENCODER,)
+    preview = (PREVIEW_DECODER,) if PREVIEW_DECODER in config.small_decoders else ()
+    return (*COMPONENTS, *vision, *preview)
 
 
 def autoencoder_precision(config: PipelineConfig, precision: str) -> str:

@@ -91,6 +91,8 @@ def origins(
 
     def origin(name: str) -> dict[str, Any]:
         parts = [part for part in checkpoint.readers if serves(name, part)]
+        if name in checkpoint.config.small_decoders:
+            parts = [name]
         merged = [
             {"name": adapter.name, "scale": adapter.scale, "sha256": hashes(adapter.files)}
             for adapter in checkpoint.adapters

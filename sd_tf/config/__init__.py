@@ -37,14 +37,17 @@ from sd_tf.config.schedule import (
     SamplerSpec,
     ScheduleConfig,
 )
+from sd_tf.config.small_decoder import DECODER, PREVIEW_DECODER, SmallDecoderConfig
 from sd_tf.config.text import END_TOKEN, START_TOKEN, T5EncoderConfig, TextEncoderConfig
 from sd_tf.config.unet import AddedConditioning, UNetConfig
 
 __all__ = [
     "AUTOENCODER",
+    "DECODER",
     "END_TOKEN",
     "FAMILIES",
     "LATENT_INPUTS",
+    "PREVIEW_DECODER",
     "SAMPLERS",
     "SCALED_LINEAR",
     "START_TOKEN",
@@ -64,6 +67,7 @@ __all__ = [
     "PipelineConfig",
     "SamplerSpec",
     "ScheduleConfig",
+    "SmallDecoderConfig",
     "T5EncoderConfig",
     "TextConfig",
     "TextEncoderConfig",

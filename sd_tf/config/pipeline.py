@@ -15,6 +15,7 @@ from sd_tf.config.image_prompts import (
 )
 from sd_tf.config.mmdit import MMDiTConfig
 from sd_tf.config.schedule import SAMPLERS, ScheduleConfig
+from sd_tf.config.small_decoder import SmallDecoderConfig
 from sd_tf.config.text import T5EncoderConfig, TextEncoderConfig
 from sd_tf.config.unet import UNetConfig
 
@@ -22,7 +23,12 @@ TextConfig = TextEncoderConfig | T5EncoderConfig
 DenoiserConfig = UNetConfig | MMDiTConfig | FluxConfig
 ImagePromptConfig = VisionEncoderConfig | ImageProjectionConfig | ImageAttentionConfig
 ComponentConfig = (
-    TextConfig | DenoiserConfig | ControlNetConfig | AutoencoderConfig | ImagePromptConfig
+    TextConfig
+    | DenoiserConfig
+    | ControlNetConfig
+    | AutoencoderConfig
+    | ImagePromptConfig
+    | SmallDecoderConfig
 )
 
 AUTOENCODER = "vae"  # the component's name in a checkpoint
@@ -52,6 +58,8 @@ class PipelineConfig:
     # ControlNets that steer the denoiser, in the order in which calls give their pictures.
     controlnets: Mapping[str, ControlNetConfig] = field(default_factory=dict)
     image_prompts: ImagePromptsConfig | None = None  # pictures beside the prompt
+    # Those in place of the autoencoder's decoder, by the names of exported components.
+    small_decoders: Mapping[str, SmallDecoderConfig] = field(default_factory=dict)
 
     @property
     def components(self) -> dict[str, ComponentConfig]:
@@ -62,6 +70,7 @@ class PipelineConfig:
             **self.controlnets,
             **({} if self.image_prompts is None else self.image_prompts.components),
             AUTOENCODER: self.autoencoder,
+            **self.small_decoders,
         }
 
     @property

@@ -148,7 +148,7 @@ def _lowering(part: Component, options: ExportOptions) -> tuple[str, lowering.Re
     target = best_device() if options.target is None else options.target
     if not part.is_rewritten:
         return target, lowering.AS_WRITTEN
-    return target, lowering.TARGETS[target].without(options.disabled_rewrites)
+    return target, lowering.in_saved_models(target, options.precision, options.disabled_rewrites)
 
 
 def _save(module: tf.Module, path: Path) -> tuple[str, ...]:

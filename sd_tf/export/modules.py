@@ -81,13 +81,15 @@ def keep_variables(module: tf.Module, component: Component) -> None:
 
 
 def compiled(function, rewrites: Rewrites):
-    """Wrap a function for XLA, with the target's rewrites."""
+    """Wrap a function for XLA, or for the graph's kernels, with the target's rewrites."""
 
     def rewritten(**inputs):
         with lowered(rewrites):
             return function(**inputs)
 
-    return tf.function(rewritten, jit_compile=True, autograph=False)
+    # Not False: who compiles the whole from outside may.
+    jit_compile = None if rewrites.graph_kernels else True
+    return tf.function(rewritten, jit_compile=jit_compile, autograph=False)
 
 
 def signed(body, inputs: dict[str, Spec], checks: Callable | None = None):

@@ -65,8 +65,8 @@ class JaxPipeline(Chain):
                 an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `without`,
-                `max_sequence_length`, `lora`, `controlnet`, `ip_adapter`, `image_encoder` of
-                `open_checkpoint`.
+                `max_sequence_length`, `lora`, `controlnet`, `ip_adapter`, `image_encoder`,
+                `decoder`, `preview_decoder` of `open_checkpoint`.
         """
         from sd_tf.components.describe import manifest_of, origins
         from sd_tf.components.geometry import Fixed, geometry_of
@@ -151,8 +151,8 @@ class JaxPipeline(Chain):
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
             opening: `family`, `variant`, `revision`, `ema`, `without`, `max_sequence_length`,
-                `lora`, `controlnet`, `ip_adapter`, `image_encoder` of `open_checkpoint`, for that
-                source.
+                `lora`, `controlnet`, `ip_adapter`, `image_encoder`, `decoder`,
+                `preview_decoder` of `open_checkpoint`, for that source.
         """
         start = time.perf_counter()
         folder = Path(folder)

@@ -7,6 +7,7 @@ from sd_tf.config import (
     ImageAttentionConfig,
     ImageProjectionConfig,
     MMDiTConfig,
+    SmallDecoderConfig,
     T5EncoderConfig,
     TextEncoderConfig,
     UNetConfig,
@@ -16,6 +17,7 @@ from sd_tf.models.controlnet import ControlNet
 from sd_tf.models.flux import Flux
 from sd_tf.models.image_prompts import ImageAttention, ImageProjection
 from sd_tf.models.mmdit import MMDiT
+from sd_tf.models.small_decoder import SmallDecoder
 from sd_tf.models.t5 import T5Encoder
 from sd_tf.models.text_encoder import TextEncoder
 from sd_tf.models.unet import UNet
@@ -29,6 +31,7 @@ MODEL_CLASSES = {
     MMDiTConfig: MMDiT,
     FluxConfig: Flux,
     AutoencoderConfig: VAE,
+    SmallDecoderConfig: SmallDecoder,
     ControlNetConfig: ControlNet,
     VisionEncoderConfig: VisionEncoder,
     ImageProjectionConfig: ImageProjection,

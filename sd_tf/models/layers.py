@@ -16,6 +16,7 @@ from keras.src.backend.common import global_state
 
 from sd_tf.models.branches import with_branch
 from sd_tf.models.convolution import convolve, convolve_doubled
+from sd_tf.models.lowering import rewrites
 from sd_tf.models.storage import linear_class
 
 
@@ -48,7 +49,16 @@ class Linear(keras.layers.Dense):
     """A matrix product with a bias."""
 
     def call(self, x):
-        return with_branch(self, super().call(x), lambda a: ops.matmul(x, a))
+        h = self.of_rows(x) if rewrites().graph_kernels else super().call(x)
+        return with_branch(self, h, lambda a: ops.matmul(x, a))
+
+    def of_rows(self, x):
+        """Compute the product of a matrix, so that nothing stands between it and the bias."""
+        inputs, outputs = self.kernel.shape
+        h = ops.matmul(ops.reshape(x, (-1, inputs)), self.kernel)
+        if self.bias is not None:
+            h = ops.add(h, self.bias)
+        return ops.reshape(h, (-1, *x.shape[1:-1], outputs))
 
 
 def dense(in_features, out_features, use_bias=True, dtype=None):
@@ -80,11 +90,19 @@ class Conv(keras.layers.Conv2D):
                 return convolve(x, kernel)
             return convolve_doubled(x, kernel, doubled_to)
 
-        return with_branch(self, by(ops.convert_to_tensor(self.kernel)) + self.bias, by)
+        h = by(ops.convert_to_tensor(self.kernel))
+        return with_branch(self, h if self.bias is None else ops.add(h, self.bias), by)
 
 
-def conv(in_channels, out_channels, dtype=None):
-    layer = Conv(out_channels, 3, padding="same", kernel_initializer="zeros", dtype=dtype)
+def conv(in_channels, out_channels, use_bias=True, dtype=None):
+    layer = Conv(
+        out_channels,
+        3,
+        padding="same",
+        use_bias=use_bias,
+        kernel_initializer="zeros",
+        dtype=dtype,
+    )
     layer.build((None, None, None, in_channels))
     return layer
 
@@ -255,8 +273,18 @@ def sinusoid(positions, width, max_period=10000.0):
     return ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
 
 
+def gelu(x):
+    if not rewrites().graph_kernels:
+        return ops.gelu(x, approximate=False)
+    wide = ops.cast(x, "float32")  # which has a faster kernel than Keras' complementary function
+    return ops.cast(0.5 * wide * (1.0 + ops.erf(wide * np.float32(0.5**0.5))), x.dtype)
+
+
 ACTIVATIONS = {
+    "relu": ops.relu,
+    "silu": ops.silu,
+    "mish": lambda x: x * ops.tanh(ops.softplus(x)),
     "quick_gelu": lambda x: x * ops.sigmoid(1.702 * x),
-    "gelu": lambda x: ops.gelu(x, approximate=False),
+    "gelu": gelu,
     "gelu_tanh": lambda x: ops.gelu(x, approximate=True),
 }

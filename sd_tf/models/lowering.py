@@ -15,13 +15,14 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Rewrites:
-    """The rewrites, each on or off. `convolution.py` and `attention.py` implement them."""
+    """The rewrites, each on or off; `layers`, `convolution` and `attention` implement them."""
 
     winograd: bool = False
     upsample_phases: bool = False
     small_maps: bool = False
     query_blocks: bool = False
     fused_attention: bool = False
+    graph_kernels: bool = False
 
     def without(self, names) -> "Rewrites":
         on = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -43,6 +44,17 @@ TARGETS = {
     # On a TPU, Keras 3.15's fused attention applies a causal mask even if none is given.
     "tpu": AS_WRITTEN,
 }
+
+# bfloat16 on a CPU: XLA widens it there, so SavedModels leave products to the graph's own kernels,
+# each with its bias, as those compute both at once. Nothing is compiled.
+IN_GRAPH = Rewrites(query_blocks=True, graph_kernels=True)
+
+
+def in_saved_models(target: str, precision: str, disabled=()) -> Rewrites:
+    """Return the rewrites of SavedModels for a target, without those whose names are given."""
+    is_in_graph = (target, precision) == ("cpu", "bfloat16") and "graph_kernels" not in disabled
+    return (IN_GRAPH if is_in_graph else TARGETS[target]).without(disabled)
+
 
 _rewrites = ContextVar("rewrites", default=AS_WRITTEN)
 

@@ -184,8 +184,12 @@ class Chain:
                 replica.put(component, rows, slot * places.rank)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures: a preview."""
+        """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures."""
         return self._replicas[0].decode(latents)
+
+    def preview(self, latents: np.ndarray) -> np.ndarray:
+        """Decode latents as `decode` does, by the small decoder where the export has one."""
+        return self._replicas[0].preview(latents)
 
     def encode(self, pictures: np.ndarray) -> np.ndarray:
         """Encode uint8 pictures (B, H, W, 3) as the latents that `decode` takes."""

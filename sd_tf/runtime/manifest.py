@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from sd_tf.config import AUTOENCODER, LatentScale
+from sd_tf.config import AUTOENCODER, DECODER, PREVIEW_DECODER, LatentScale
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
 from sd_tf.runtime.controls import ControlRecord
@@ -332,7 +332,9 @@ def serves(component: str, part: str) -> bool:
     if component == TEXT_TO_IMAGE:
         return True
     if part == AUTOENCODER:
-        return component in ("decoder", "image_encoder")
+        return component in (DECODER, "image_encoder")
+    if part in (DECODER, PREVIEW_DECODER):
+        return component == part
     if part.startswith(OF_VISION):
         return component == OF_VISION[0]
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")

@@ -12,6 +12,12 @@ import tensorflow as tf
 from sd_tf.runtime.adapters import layers_of
 from sd_tf.runtime.chain import NEEDED, Chain, Result, open_export
 from sd_tf.runtime.compile_cache import publish, set_compile_cache
+from sd_tf.runtime.graph_kernels import (
+    check_weights_change,
+    is_in_graph,
+    keep_weights,
+    tell_widening,
+)
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.needed_pictures import needed_pictures
 from sd_tf.runtime.runner import Callback, LocalRunner
@@ -36,6 +42,7 @@ class Pipeline(Chain):
         jit_compile: bool = True,
         compile_cache: str | Path | None = None,
         devices: Sequence[str] | None = None,
+        fixed_weights: bool = False,
     ) -> "Pipeline":
         """Read an export and check its files; nothing is compiled before the first call.
 
@@ -45,6 +52,8 @@ class Pipeline(Chain):
             compile_cache: folder where compiled code is kept between processes. Set it before the
                 process first uses XLA, which reads the setting once.
             devices: one replica on each, the images divided among them; None: TensorFlow's choice.
+            fixed_weights: no weights change in this process, of whatever models: bfloat16 on a CPU
+                is faster then. It takes effect before anything was computed.
         """
         start = time.perf_counter()
         if compile_cache is not None:
@@ -52,6 +61,8 @@ class Pipeline(Chain):
         folder = Path(export_dir)
         manifest, tokenizers = open_export(folder)
         manifest.check_files(folder)
+        if fixed_weights and jit_compile:
+            keep_weights(manifest)
         known = [device.name for device in tf.config.list_logical_devices()]
         devices = [None] if devices is None else [_device(name, known) for name in devices]
         if not devices:
@@ -68,7 +79,9 @@ class SavedModelRunner(LocalRunner):
         super().__init__(manifest, jit_compile)
         self.device = device
         self._folder, self._lock = folder, threading.Lock()
+        check_weights_change(manifest)
         if jit_compile:
+            tell_widening(manifest)
             kind = tf.DeviceSpec.from_string(device).device_type if device else best_device()
             tell_misfit(manifest, kind.lower(), manifest.parts)
         at_once = [*manifest.parts] if needed_pictures(manifest) else [*NEEDED]
@@ -77,8 +90,9 @@ class SavedModelRunner(LocalRunner):
 
     def _load(self, component: str) -> SavedModel:
         compiled = self.jit_compile and component != "text_encoder"
+        optimize = not compiled or is_in_graph(self.manifest, component)
         self._check_same(component)
-        loaded = SavedModel(self._folder, component, optimize=not compiled, device=self.device)
+        loaded = SavedModel(self._folder, component, optimize=optimize, device=self.device)
         self._check_same(component)
         return loaded
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sd_tf.config import DECODER, PREVIEW_DECODER
 from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.capabilities import EDIT, WEIGHTED, use_of_picture
 from sd_tf.runtime.controls import image_input
@@ -26,6 +27,7 @@ CALLED = {
     "text_encoder": ("serving_default", ADAPTED, "encode", WEIGHTED),
     "diffusion_model": ("noise", "begin", "begin_image", "segment"),
     "decoder": ("serving_default",),
+    PREVIEW_DECODER: ("serving_default",),
     "image_encoder": ("serving_default",),
     "vision_encoder": ("serving_default",),
 }
@@ -75,11 +77,16 @@ class Runner(ABC):
         name = compiled if self.jit_compile else PLAIN + compiled
         return name if name in known else compiled
 
-    def decode(self, latents) -> np.ndarray:
+    def decode(self, latents, component: str = DECODER) -> np.ndarray:
         """Decode latents (B, h, w, c), of any shape that the export serves."""
         shape = self.manifest.shapes.of_latents(latents.shape)
-        outputs = self.call("decoder", "serving_default", shape, latent=latents)
+        outputs = self.call(component, "serving_default", shape, latent=latents)
         return self.to_host(outputs["generated_images"])
+
+    def preview(self, latents) -> np.ndarray:
+        """Decode latents as `decode` does, by the small decoder where the export has one."""
+        has_own = PREVIEW_DECODER in self.manifest.components
+        return self.decode(latents, PREVIEW_DECODER if has_own else DECODER)
 
     def encode(self, images) -> np.ndarray:
         """Encode pictures (B, H, W, 3) in [-1, 1] as scaled latents."""

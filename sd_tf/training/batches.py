@@ -50,8 +50,8 @@ class Batches:
 class PictureBatches(Batches):
     """Batches for the autoencoder: pictures in [-1, 1], and noise for the latents."""
 
-    def __init__(self, source, batch_size, seed, latent_shape):
-        super().__init__(source, batch_size, seed)
+    def __init__(self, source, batch_size, seed, latent_shape, host: Host = ALONE):
+        super().__init__(source, batch_size, seed, host=host)
         self.latent_shape = latent_shape
 
     def __call__(self, step: int) -> Batch:

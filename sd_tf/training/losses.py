@@ -38,6 +38,27 @@ class Autoencoding(Block):
         return loss, {"loss": loss, "psnr": psnr, "kl": divergence}
 
 
+class Decoding(Block):
+    """A small decoder's loss: L1 and squared error of the pictures that it makes of their latents.
+
+    These are scaled samples of a frozen encoder's posterior.
+    """
+
+    def __init__(self, decoder, vae, scale: LatentScale):
+        super().__init__()
+        self.decoder, self.vae = decoder, vae
+        self.scale = scale
+
+    def call(self, batch):
+        """Compute the loss; batch: images (B, H, W, 3) in [-1, 1], noise (B, h, w, C)."""
+        mean, log_variance = (ops.cast(x, "float32") for x in self.vae.encode(batch["images"]))
+        latents = self.scale.apply(mean + ops.exp(0.5 * log_variance) * batch["noise"])
+        error = ops.cast(self.decoder.decode(latents), "float32") - batch["images"]
+        squared = ops.mean(ops.square(error))
+        psnr = 10.0 * ops.log10(4.0 / squared)  # pixels have a range of 2
+        return ops.mean(ops.abs(error)) + squared, {"loss": squared, "psnr": psnr}
+
+
 # Prediction → what the denoiser is to give, of the levels α and σ, the latents and the noise.
 TARGETS = {
     "epsilon": lambda alpha, sigma, x0, noise: noise,

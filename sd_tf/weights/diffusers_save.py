@@ -6,13 +6,16 @@ from functools import partial
 from pathlib import Path
 
 import keras
+import numpy as np
 
 from sd_tf.config import (
+    PREVIEW_DECODER,
     AutoencoderConfig,
     ControlNetConfig,
     FluxConfig,
     MMDiTConfig,
     PipelineConfig,
+    SmallDecoderConfig,
     T5EncoderConfig,
     TextEncoderConfig,
     UNetConfig,
@@ -30,6 +33,7 @@ from sd_tf.weights.diffusers_pipelines import (
     tokenizer_of,
 )
 from sd_tf.weights.diffusers_schedule import write_schedule
+from sd_tf.weights.small_decoder import encoder_shapes, write_small_decoder
 from sd_tf.weights.texts import LEFT_OUT
 
 SHARD_BYTES = 5 * 10**9
@@ -120,6 +124,22 @@ def save_controlnet(
 ) -> None:
     """Write a ControlNet that diffusers loads, with tensors of `dtype` (None: the variables')."""
     write_controlnet_folder(folder, config, _tensors_of(model, dtype))
+
+
+def save_small_decoder(
+    folder: Path, config: SmallDecoderConfig, model: keras.layers.Layer, dtype: str | None = None
+) -> None:
+    """Write a small decoder that diffusers loads, with tensors of `dtype` (None: the variables').
+
+    Beside it stands an encoder of zeros, which diffusers wants.
+    """
+    encoder = {
+        name: StoredTensor(shape, "float32", partial(np.zeros, shape, "float32"))
+        for name, shape in encoder_shapes(config).items()
+    }
+    _write_json(folder / CONFIG, write_small_decoder(config))
+    tensors = {**encoder, **_tensors_of(model, dtype)}
+    _write_weights(folder, weights_stem(PREVIEW_DECODER), tensors, SHARD_BYTES)
 
 
 def write_controlnet_folder(

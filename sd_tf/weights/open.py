@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sd_tf.config import FAMILIES, SAMPLERS, VisionEncoderConfig
+from sd_tf.config import DECODER, FAMILIES, PREVIEW_DECODER, SAMPLERS, VisionEncoderConfig
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
-from sd_tf.weights import diffusers_controlnet, single_file_controlnet
+from sd_tf.weights import diffusers_controlnet, single_file_controlnet, small_decoder
 from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
@@ -22,6 +22,11 @@ from sd_tf.weights.image_prompts import (
 )
 from sd_tf.weights.merge import merge_files
 from sd_tf.weights.single_file import open_file
+from sd_tf.weights.small_decoder import (
+    SmallDecoderCheckpoint,
+    is_small_decoder,
+    with_small_decoders,
+)
 
 # A file or a folder in a repository of the Hub: OWNER/NAME/PATH.
 HUB_FILE = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(\w[\w./-]*)")
@@ -54,6 +59,8 @@ def open_checkpoint(
     controlnet: Sequence[str | Path] = (),
     ip_adapter: Sequence[str | Path] = (),
     image_encoder: str | Path | None = None,
+    decoder: str | Path | None = None,
+    preview_decoder: str | Path | None = None,
     incomplete: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint, without reading its weights yet.
@@ -80,6 +87,8 @@ def open_checkpoint(
             gives them: `.safetensors` files, or files on the Hub (`owner/name/folder/file`).
         image_encoder: the folder of their vision encoder, or one on the Hub (`owner/name/folder`).
             None: `image_encoder` beside the first adapter's file.
+        decoder: a small decoder in place of the autoencoder's: see `open_small_decoder`.
+        preview_decoder: a small decoder for previews, beside the autoencoder's.
         incomplete: open a single file that lacks components, too. They cannot be built.
     """
     checkpoint = _open(
@@ -110,7 +119,9 @@ def open_checkpoint(
         checkpoint = with_image_prompts(checkpoint, adapters, open_vision_encoder(encoder))
     elif image_encoder is not None:
         raise CheckpointError("`image_encoder` goes with `ip_adapter`: give both, or neither.")
-    return checkpoint
+    small = {DECODER: decoder, PREVIEW_DECODER: preview_decoder}
+    decoders = {name: open_small_decoder(source) for name, source in small.items() if source}
+    return with_small_decoders(checkpoint, decoders) if decoders else checkpoint
 
 
 def _file_of(source: str | Path) -> Path:
@@ -159,6 +170,24 @@ def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
         net = diffusers_controlnet.open_folder(hub.fetch_model(str(source)))
         return replace(net, name=str(source), source=str(source))
     raise CheckpointError(f"No such file or folder: {path}")
+
+
+def open_small_decoder(source: str | Path) -> SmallDecoderCheckpoint:
+    """Open an `AutoencoderTiny`: a diffusers folder, or an id of the Hub."""
+    path = Path(source).expanduser()
+    if is_small_decoder(path):
+        return small_decoder.open_folder(path)
+    if path.exists():
+        raise CheckpointError(
+            f"{path} is not a small decoder: give a folder whose {small_decoder.CONFIG} says "
+            f"{small_decoder.CLASS}."
+        )
+    if HUB_ID.fullmatch(str(source)):
+        from sd_tf.weights import hub
+
+        opened = small_decoder.open_folder(hub.fetch_model(str(source)))
+        return replace(opened, name=str(source), source=str(source))
+    raise CheckpointError(f"No such folder: {path}")
 
 
 def is_controlnet(source: str | Path) -> bool:

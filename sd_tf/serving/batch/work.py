@@ -162,7 +162,10 @@ class Worker:
         from sd_tf.runtime.pipeline import Pipeline
 
         self.pipe = Pipeline.load(
-            model.export_dir, model.jit_compile, compile_cache=model.compile_cache
+            model.export_dir,
+            model.jit_compile,
+            compile_cache=model.compile_cache,
+            fixed_weights=True,
         )
         self.pipe.warm_up()
         ray.get(self.attempts.end.remote("start"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sd_tf.config import PREVIEW_DECODER
 from sd_tf.errors import SdTfError
 from sd_tf.runtime import retry
 from sd_tf.runtime.capabilities import PLAIN
@@ -149,6 +150,8 @@ class ServerRunner(Runner):
             components.append("image_encoder")
         if request.shared.image_prompt is not None:
             components.append("vision_encoder")
+        if watch.callback is not None and PREVIEW_DECODER in self.manifest.components:
+            components.append(PREVIEW_DECODER)
         self._batch.version = self._choose(components)
         try:
             return super().run(request, chunk, tokens, watch)

@@ -174,7 +174,7 @@ class Drawing:
                 if done in job.preview_steps(calls) and job.events.takes_previews
             ]
             if due:
-                pictures = served.chain.decode(latents)
+                pictures = served.chain.preview(latents)
                 for i, job in due:
                     send(job, "preview", done=done, png=_encoded(png_bytes(pictures[i], {})))
             return any(job.wanted for job in jobs)

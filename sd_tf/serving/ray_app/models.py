@@ -138,7 +138,7 @@ class ModelReplica:
 
         before = self._state(digest)
         description = description_of(self.folder)
-        servable = predict.load(self.folder, [self.component])[self.component]
+        servable = predict.load(self.folder, [self.component], fixed_weights=True)[self.component]
         self._warm_up(servable)
         publish()
         if self._state(digest) != before:

@@ -23,6 +23,12 @@ from tensorflow_serving.apis import (
     predict_pb2,
 )
 
+from sd_tf.runtime.graph_kernels import (
+    check_weights_change,
+    is_in_graph,
+    keep_weights,
+    tell_widening,
+)
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, Manifest
 from sd_tf.runtime.saved_model import SavedModel, best_device, message_of, tell_misfit
 from sd_tf.runtime.shapes import Shapes
@@ -49,9 +55,9 @@ def invalid(message: str) -> ModelError:
 class Servable:
     """One loaded SavedModel, and the signatures that its file describes."""
 
-    def __init__(self, folder: Path, name: str, shapes: Shapes):
-        # Requests to the other components run almost only code that XLA compiles.
-        is_plain = name in ("text_encoder", TEXT_TO_IMAGE)
+    def __init__(self, folder: Path, name: str, shapes: Shapes, in_graph: bool = False):
+        # Requests to the other components run almost only code that XLA compiles, as a rule.
+        is_plain = name in ("text_encoder", TEXT_TO_IMAGE) or in_graph
         self._loaded = SavedModel(folder, name, optimize=is_plain)
         self._shapes = shapes
 
@@ -74,8 +80,13 @@ class Servable:
             raise ModelError(error.error_code, message_of(error)) from error
 
 
-def load(export_dir: str | Path, components: Iterable[str]) -> dict[str, Servable]:
-    """Check an export's files, and load some of its components."""
+def load(
+    export_dir: str | Path, components: Iterable[str], fixed_weights: bool = False
+) -> dict[str, Servable]:
+    """Check an export's files, and load some of its components.
+
+    `fixed_weights`: as for `Pipeline.load`.
+    """
     folder = Path(export_dir)
     manifest = Manifest.read(folder)
     manifest.check_files(folder)
@@ -85,8 +96,14 @@ def load(export_dir: str | Path, components: Iterable[str]) -> dict[str, Servabl
             f"`components` must be among those of {folder}, "
             f"{', '.join(manifest.components)}. Received: {', '.join(unknown)}"
         )
+    if fixed_weights:
+        keep_weights(manifest)
+    check_weights_change(manifest)
+    tell_widening(manifest)
     tell_misfit(manifest, best_device(), names)
-    return {name: Servable(folder, name, manifest.shapes) for name in names}
+    return {
+        name: Servable(folder, name, manifest.shapes, is_in_graph(manifest, name)) for name in names
+    }
 
 
 class ModelServer:

@@ -11,6 +11,7 @@ from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, SAMPLER, Job, L
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.timing import devices, peak_device_memory, timed
 from sd_tf.runtime.chain import open_export
+from sd_tf.runtime.graph_kernels import keep_weights
 from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 
 MATMUL_SIZES, MATMUL_RUNS = (2048, 4096), 4
@@ -20,6 +21,7 @@ def load(job: Job) -> Loaded:
     if job.device == "gpu" and not tf.config.list_physical_devices("GPU"):
         raise BenchError("`device` gpu needs a GPU that TensorFlow sees.")
     manifest, tokenizers = open_export(Path(job.export_dir))
+    keep_weights(manifest)
     replica = SavedModelRunner(Path(job.export_dir), manifest, jit_compile=True, device=None)
     pipe = Pipeline(manifest, [replica], tokenizers, load_seconds=0.0)
 

@@ -1,0 +1,56 @@
+"""Exports whose products TensorFlow's own kernels compute, and not XLA: bfloat16 on CPUs.
+
+oneDNN's kernels take bfloat16 as it is, where the processor does; XLA's widen it.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+from sd_tf.runtime.manifest import ExportError, Manifest
+
+REWRITE = "graph_kernels"  # of `models.lowering`
+KEEPS_WEIGHTS = "TF_ONEDNN_ASSUME_FROZEN_WEIGHTS"  # read once, when a process first computes
+PROCESSOR = Path("/proc/cpuinfo")
+TAKES_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+
+logger = logging.getLogger(__name__)
+
+
+def is_in_graph(manifest: Manifest, component: str) -> bool:
+    """Whether a component's signatures run in TensorFlow's graph, which is worth optimizing."""
+    return REWRITE in manifest.components[component].rewrites
+
+
+def keep_weights(manifest: Manifest) -> None:
+    """Let oneDNN keep its own copies of weights, in this process, if the export gains from it.
+
+    No weights may change in the process then: places for adapters rule it out.
+    """
+    gains = any(is_in_graph(manifest, name) for name in manifest.parts)
+    if gains and not manifest.adapters.slots:
+        os.environ.setdefault(KEEPS_WEIGHTS, "1")
+
+
+def check_weights_change(manifest: Manifest) -> None:
+    """Refuse an export with places for adapters where kernels would not see them filled."""
+    keeps = os.environ.get(KEEPS_WEIGHTS, "0").lower() not in ("", "0", "false")
+    if manifest.adapters.slots and keeps:
+        raise ExportError(
+            f"The export has places for adapters, which change its weights, and {KEEPS_WEIGHTS} "
+            f"says that none change in this process: unset it, or load the export in another "
+            f"process."
+        )
+
+
+def tell_widening(manifest: Manifest) -> None:
+    """Log a warning if this processor computes bfloat16 in software."""
+    if not any(is_in_graph(manifest, name) for name in manifest.parts):
+        return
+    flags = PROCESSOR.read_text().split() if PROCESSOR.is_file() else TAKES_BFLOAT16
+    if not set(TAKES_BFLOAT16) & set(flags):
+        logger.warning(
+            "The export computes in bfloat16 on the CPU, and this one has no instructions for it "
+            "(%s): it is several times slower than float32. Export with --precision float32.",
+            " or ".join(TAKES_BFLOAT16),
+        )
