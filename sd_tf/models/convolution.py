@@ -53,6 +53,8 @@ BLOCK_TILES = 256
 SMALL_MAP = 4
 # On maps of fewer pixels than this, four 2×2 convolutions take longer than one 3×3.
 MIN_PHASE_MAP = 64
+# The same where the four kernels are made anew in every call, and not once for a whole loop.
+MIN_PHASE_MAP_IN_GRAPH = 1024
 
 
 def convolve(x, kernel):
@@ -70,7 +72,9 @@ def convolve_doubled(x, kernel, size):
     """Double x (B, h, w, C) both ways, crop it to `size`, and convolve it → (B, *size, K)."""
     _, height, width, channels = x.shape
     is_doubled = size == (2 * height, 2 * width)
-    if rewrites().upsample_phases and is_doubled and height * width >= MIN_PHASE_MAP:
+    wanted = rewrites()
+    least = MIN_PHASE_MAP_IN_GRAPH if wanted.graph_kernels else MIN_PHASE_MAP
+    if wanted.upsample_phases and is_doubled and height * width >= least:
         return by_phases(x, kernel)
     x = ops.reshape(x, (-1, height, 1, width, 1, channels))
     x = ops.tile(x, (1, 1, 2, 1, 2, 1))

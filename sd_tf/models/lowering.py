@@ -47,7 +47,7 @@ TARGETS = {
 
 # bfloat16 on a CPU: XLA widens it there, so SavedModels leave products to the graph's own kernels,
 # each with its bias, as those compute both at once. Nothing is compiled.
-IN_GRAPH = Rewrites(query_blocks=True, graph_kernels=True)
+IN_GRAPH = Rewrites(upsample_phases=True, query_blocks=True, graph_kernels=True)
 
 
 def in_saved_models(target: str, precision: str, disabled=()) -> Rewrites:
