@@ -70,7 +70,7 @@ EXPORTING = (
     "--storage=int8",
     *("--lora=a.safetensors@0.5", "--lora=b@c"),
     *("--controlnet=a", "--controlnet=b/c", "--ip_adapter=x.safetensors", "--image_encoder=y"),
-    *("--image_prompts=2", "--reuse=3", "--decoder=small", "--preview_decoder=a/b"),
+    *("--image_prompts=2", "--reuse=3", "--tile=128", "--decoder=small", "--preview_decoder=a/b"),
     *("--embedding=<a>=a.safetensors", "--embeddings=b.safetensors"),
 )
 MEASURING = (

@@ -467,7 +467,7 @@ def test_damaged_exports(copy):
             Pipeline.load(copy)
 
     for changes, message in (
-        ({"format_version": 1}, r"format version 1, this sd_tf reads 10: use the sd_tf"),
+        ({"format_version": 1}, r"format version 1, this sd_tf reads 11: use the sd_tf"),
         ({"extra": 1}, r"missing nothing, unknown \['extra'\]"),
     ):
         path.write_text(json.dumps({**manifest, **changes}))

@@ -184,6 +184,13 @@ PLACES = (
         "faster, less exact pictures. See docs/reuse.md.",
         int,
     ),
+    Option(
+        "tile",
+        0,
+        "Decode and encode large pictures in overlapping tiles of at most so many pixels a side: "
+        "less memory, slightly other pictures. 0: whole. See docs/export.md.",
+        int,
+    ),
 )
 
 EXPORT = (

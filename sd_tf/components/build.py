@@ -23,6 +23,7 @@ from sd_tf.components.places import Place, Places
 from sd_tf.components.reuse import LoopReuse, reuse_of
 from sd_tf.components.spec import COMPONENTS, VISION_ENCODER, Endpoint, as_is
 from sd_tf.components.text_encoder import Read, reader_of, text_encoder
+from sd_tf.components.tiles import Tiles
 from sd_tf.config import (
     AUTOENCODER,
     DECODER,
@@ -250,8 +251,10 @@ def _decoder(config, geometry, precision, empty_tokens, build) -> Component:
         return _small_decoder(DECODER, config, geometry, precision, build)
     vae = build(AUTOENCODER, autoencoder_precision(config, precision))
 
+    scale, tiles = config.autoencoder.latent_scale, Tiles(geometry.tile)
+
     def declare(shape, tables, shared):
-        return decoder(vae, config.autoencoder.latent_scale, geometry.shapes, shape, shared)
+        return decoder(vae, scale, tiles, geometry.shapes, shape, shared)
 
     return Component("decoder", {AUTOENCODER: vae}, declare, OF_DECODER)
 
@@ -261,10 +264,11 @@ def _preview_decoder(config, geometry, precision, empty_tokens, build) -> Compon
 
 
 def _small_decoder(name: str, config, geometry, precision: str, build) -> Component:
-    model, scale = build(name, precision), config.small_decoders[name].latent_scale
+    model, small = build(name, precision), config.small_decoders[name]
+    scale, tiles = small.latent_scale, Tiles(geometry.tile, small.reach)
 
     def declare(shape, tables, shared):
-        return decoder(model, scale, geometry.shapes, shape, shared)
+        return decoder(model, scale, tiles, geometry.shapes, shape, shared)
 
     return Component(name, {name: model}, declare)
 
@@ -273,7 +277,7 @@ def _image_encoder(config, geometry, precision, empty_tokens, build) -> Componen
     vae = build(AUTOENCODER, autoencoder_precision(config, precision))
 
     def declare(shape, tables, shared):
-        return image_encoder(vae, shape, shared)
+        return image_encoder(vae, Tiles(geometry.tile), geometry.shapes, shape, shared)
 
     return Component("image_encoder", {AUTOENCODER: vae}, declare, OF_ENCODER)
 

@@ -63,6 +63,7 @@ def manifest_of(
         ),
         image_prompts=image_prompts_of(config, checkpoint.image_adapters, geometry.image_prompts),
         reuse=reuse_of(config, geometry),
+        tile=fixed.tile,
         tokenizers={
             name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
         },

@@ -16,6 +16,7 @@ from sd_tf.runtime.shapes import Shapes, Size
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 STORAGES = ("int8",)
+LEAST_TILE = 16  # latents: a fourth of it is what neighbours share
 GUIDANCE = ("classifier_free", "none")
 
 
@@ -38,6 +39,7 @@ class Fixed:
     adapter_layers: str = DEFAULT_LAYERS  # the denoiser's layers that they may change
     image_prompts: int = 4  # most pictures of a prompt for each IP-Adapter
     reuse: int = 1  # most model calls that one run of a UNet's deep layers may serve
+    tile: int = 0  # most pixels of a side that are decoded or encoded at once; 0: all
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Geometry:
     adapters: AdapterPlaces
     image_prompts: int  # most pictures of a prompt for each IP-Adapter
     reuse: int  # most model calls that one run of a UNet's deep layers may serve
+    tile: int  # most latents of a side that are decoded or encoded at once; 0: all
 
 
 def takes_weights(config: PipelineConfig) -> bool:
@@ -115,7 +118,17 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         adapters_of(fixed),
         fixed.image_prompts,
         fixed.reuse,
+        tile_of(config, fixed),
     )
+
+
+def tile_of(config: PipelineConfig, fixed: Fixed) -> int:
+    """Return the side of a tile in latents, checked; 0: pictures are not divided."""
+    scale = config.autoencoder.downscale
+    least = LEAST_TILE * scale
+    if fixed.tile and (fixed.tile < least or fixed.tile % scale):
+        refuse(f"A tile is 0 or a multiple of {scale} from {least} on, in pixels.", fixed.tile)
+    return fixed.tile // scale
 
 
 def storage_of(config: PipelineConfig, fixed: Fixed) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The configuration of a small decoder, which stands in for the autoencoder's."""
 
+import math
 from dataclasses import dataclass
 
 from sd_tf.config.autoencoder import AutoencoderConfig, LatentScale
@@ -27,6 +28,14 @@ class SmallDecoderConfig:
     @property
     def downscale(self) -> int:
         return 2 ** (len(self.blocks) - 1)
+
+    @property
+    def reach(self) -> int:
+        """The latents beside its own that a pixel depends on: each convolution sees one more."""
+        pixels = (1 + 3 * self.blocks[0]) + sum(
+            (1 + 3 * blocks) / 2**level for level, blocks in enumerate(self.blocks[1:], start=1)
+        )
+        return math.ceil(pixels + 1 / self.downscale)
 
     def check_fits(self, autoencoder: AutoencoderConfig) -> None:
         """Raise if it does not decode the latents of this autoencoder."""

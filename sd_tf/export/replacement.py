@@ -26,6 +26,7 @@ OWNED = {
         "prompt_chunks",
         "storage",
     ),
+    "decoder": ("tile",),
     "diffusion_model": (
         "family",
         "max_steps",

@@ -48,6 +48,7 @@ class JaxPipeline(Chain):
         adapter_layers: str = DEFAULT_LAYERS,
         image_prompts: int = 4,
         reuse: int = 1,
+        tile: int = 0,
         compile_cache: str | Path | None = None,
         **opening,
     ) -> "JaxPipeline":
@@ -61,8 +62,8 @@ class JaxPipeline(Chain):
             height, width, batch_sizes, sizes: as for an export.
             storage: of T5's linear layers: int8; None: in the precision.
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
-            adapter_slots, adapter_rank, adapter_layers, image_prompts, reuse: as for
-                an export.
+            adapter_slots, adapter_rank, adapter_layers, image_prompts, reuse, tile: as
+                for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `without`,
                 `max_sequence_length`, `lora`, `controlnet`, `ip_adapter`, `image_encoder`,
@@ -97,6 +98,7 @@ class JaxPipeline(Chain):
             adapter_layers=adapter_layers,
             image_prompts=image_prompts,
             reuse=reuse,
+            tile=tile,
         )
         geometry = geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, *geometry.shapes.batch_sizes)

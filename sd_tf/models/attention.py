@@ -14,6 +14,7 @@ from sd_tf.models.lowering import rewrites
 
 # With at least this many keys, the scores of all queries together exceed the processor's cache.
 MANY_KEYS = 1024
+MANY_KEYS_IN_GRAPH = 4096  # there, each block costs several calls of kernels
 QUERY_BLOCK = 512
 
 
@@ -37,7 +38,8 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
     q, k, v = split_heads(q * scale), split_heads(k), split_heads(v)
     if upcast:
         q, k = ops.cast(q, "float32"), ops.cast(k, "float32")
-    blocked = wanted.query_blocks and mask is None and k.shape[2] >= MANY_KEYS
+    many = MANY_KEYS_IN_GRAPH if wanted.graph_kernels else MANY_KEYS
+    blocked = wanted.query_blocks and mask is None and k.shape[2] >= many
     h = (_attend_in_blocks if blocked else _attend)(q, k, v, mask)
     h = ops.transpose(h, (0, 2, 1, 3))
     return ops.reshape(h, (-1, h.shape[1], num_heads * head_dim))
@@ -45,7 +47,10 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
 
 def _attend(q, k, v, mask=None):
     """Attend per head: q (…, N, D), k and v (…, M, D) → (…, N, D)."""
-    scores = ops.cast(ops.matmul(q, ops.swapaxes(k, -1, -2)), "float32")
+    scores = ops.matmul(q, ops.swapaxes(k, -1, -2))
+    if mask is None and rewrites().graph_kernels:
+        return ops.matmul(ops.softmax(scores, axis=-1), v)  # oneDNN's is in float32 inside
+    scores = ops.cast(scores, "float32")
     if mask is not None:
         scores = scores + mask
     return ops.matmul(ops.cast(ops.softmax(scores, axis=-1), v.dtype), v)
@@ -62,6 +67,8 @@ def _attend_in_blocks(q, k, v, mask):
 
     def of_block(index):
         head = index // per_head
+        if rewrites().graph_kernels:
+            return _attend(q[index], k[head], v[head])
         scores = ops.cast(ops.matmul(q[index], ops.transpose(k[head])), "float32")
         weights = ops.exp(scores - ops.max(scores, axis=-1, keepdims=True))
         total = ops.sum(weights, axis=-1, keepdims=True)

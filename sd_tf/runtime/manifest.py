@@ -20,7 +20,7 @@ from sd_tf.runtime.shapes import Shapes
 
 FILE_NAME = "pipeline.json"
 LONGEST_SHOWN = 100  # characters of a wrong value
-FORMAT_VERSION = 10  # 10: features that are reused
+FORMAT_VERSION = 11  # 11: tiles
 TEXT_TO_IMAGE = "text_to_image"  # the SavedModel that is all components in one
 VERSION_FOLDER = "1"  # TensorFlow Serving wants a number below each model's name
 
@@ -148,6 +148,7 @@ class Manifest:
     controls: tuple[ControlRecord, ...]  # ControlNets in the loop, in the order of their inputs
     image_prompts: ImagePrompts
     reuse: ReuseRecord
+    tile: int  # most pixels of a side that are decoded at once; 0: all
     tokenizers: dict[str, str]  # text encoder → folder
     components: dict[str, ComponentRecord]
     verification: dict[str, Any]
@@ -321,6 +322,12 @@ def _from_version_8(content: dict[str, Any]) -> None:
 def _from_version_9(content: dict[str, Any]) -> None:
     """Add that no features are reused."""
     content["reuse"] = dataclasses.asdict(NO_REUSE)
+    _from_version_10(content)
+
+
+def _from_version_10(content: dict[str, Any]) -> None:
+    """Add that pictures are decoded whole."""
+    content["tile"] = 0
 
 
 # Starts of the names of a checkpoint's parts that are the component of the first one's name.
@@ -349,6 +356,7 @@ UPGRADES = {
     7: _from_version_7,
     8: _from_version_8,
     9: _from_version_9,
+    10: _from_version_10,
 }
 
 LARGE = 1 << 26

@@ -1,0 +1,139 @@
+"""Pictures in tiles: how sides are divided, what stays the same, and exports in tiles."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from sd_tf.components.autoencoder import decoder, image_encoder
+from sd_tf.components.tiles import Cut, Tiles, in_tiles
+from sd_tf.export import ExportOptions, export
+from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.psnr import psnr
+from sd_tf.runtime.shapes import Shape, Shapes
+from sd_tf.weights import open_checkpoint, open_small_decoder
+from tests.exports import micro_decoder, micro_export, micro_folder, pipeline_of
+
+pytestmark = pytest.mark.backend
+
+ALONE = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return ALONE.standard_normal(shape, "float32")
+
+
+@pytest.mark.parametrize("most", [16, 17, 64, 128])
+@pytest.mark.parametrize("tiles", [Tiles, lambda side: Tiles(side, reach=side)])
+def test_a_side_is_covered(tiles, most):
+    least = tiles(most).least_overlap
+    assert least >= most // 4
+    for side in range(1, 5 * most):
+        cut = tiles(most).cut(side)
+        assert cut == Cut.of(side, most, least)
+        assert cut.tile <= most and (cut.starts[0], cut.starts[-1] + cut.tile) == (0, side)
+        assert (len(cut.starts) == 1) is (side <= most)
+        assert all(least <= overlap <= least + 2 for overlap in cut.overlaps)
+        alone = zip(cut.starts, cut.starts[2:], strict=False)
+        assert all(start + cut.tile <= after for start, after in alone)
+
+
+def doubled(x):
+    return ops.repeat(ops.repeat(x, 2, axis=1), 2, axis=2)
+
+
+def halved(x):
+    _, height, width, channels = x.shape
+    x = ops.reshape(x, (-1, height // 2, 2, width // 2, 2, channels))
+    return ops.mean(x, axis=(2, 4))
+
+
+@pytest.mark.parametrize("size", [(20, 37), (37, 8), (8, 20)], ids=str)
+def test_what_sees_no_neighbour_stays_the_same(size):
+    latents, pictures = normal(2, *size, 3), normal(2, 2 * size[0], 2 * size[1], 3)
+    tiles = Tiles(16)
+    found = in_tiles(doubled, ops.convert_to_tensor(latents), tiles, size, taken=1, given=2)
+    np.testing.assert_allclose(found, doubled(latents), rtol=1e-5, atol=1e-6)
+    found = in_tiles(halved, ops.convert_to_tensor(pictures), tiles, size, taken=2, given=1)
+    np.testing.assert_allclose(found, halved(pictures), rtol=1e-5, atol=1e-6)
+
+
+def test_the_reach_of_a_small_decoder():
+    """A changed latent shows within it, and at its very edge."""
+    small = open_small_decoder(micro_decoder())
+    model, side = small.build(), 2 * small.config.reach + 5
+    latents = normal(1, side, side, 4)
+    other = latents.copy()
+    other[0, side // 2, side // 2] += 1.0
+    changed = np.asarray(model.decode(latents)) != np.asarray(model.decode(other))
+    rows = np.flatnonzero(changed.any(axis=(0, 2, 3)))
+    reached = max(side // 2 - rows[0] // 2, rows[-1] // 2 - side // 2)
+    assert reached == small.config.reach
+
+
+def test_a_small_decoder_in_wide_tiles_is_exact():
+    small = open_small_decoder(micro_decoder())
+    tiles, size = Tiles(49, small.config.reach), (70, 50)
+    assert tiles.margin == small.config.reach
+    shapes = Shapes(((140, 100),), (1,), 2, 4)
+    run, whole = (
+        decoder(small.build(), small.config.latent_scale, one, shapes, Shape(1, 140, 100))
+        for one in (tiles, Tiles())
+    )
+    latents = ops.convert_to_tensor(normal(1, *size, 4))
+    found, expected = (
+        np.asarray(one["serving_default"].function(latents)["generated_images"], "int32")
+        for one in (run, whole)
+    )
+    assert np.abs(found - expected).max() <= 1  # rounded from sums in another order
+    assert Tiles(16, small.config.reach).margin == 0  # too narrow for it
+
+
+def test_the_autoencoder_in_tiles():
+    """What its norms and its attention see is the tile: nearly the same pictures."""
+    checkpoint = open_checkpoint("sd_tf/checkpoints/tiny")
+    vae, scale = checkpoint.build("vae"), checkpoint.config.autoencoder.latent_scale
+    shapes, shape = Shapes(((128, 96),), (1,), 4, 4), Shape(1, 128, 96)
+    y, x = np.mgrid[:128, :96] / 128
+    picture = np.stack([y, x, 0.5 * (np.hypot(y - 0.5, x - 0.4) < 0.3)], axis=-1)[None]
+    images = ops.convert_to_tensor((2 * picture - 1).astype("float32"))
+    whole, tiled = (
+        image_encoder(vae, tiles, shapes, shape)["serving_default"].function(images)
+        for tiles in (Tiles(), Tiles(16))
+    )
+    expected, found = (np.asarray(one["latent"]) for one in (whole, tiled))
+    assert found.shape == (1, 32, 24, 4)
+    assert 15 <= psnr(expected, found, peak=np.ptp(expected)) < 80
+    latent = ops.convert_to_tensor(scale.apply(expected))
+    expected, found = (
+        np.asarray(
+            decoder(vae, scale, tiles, shapes, shape)["serving_default"].function(latent)[
+                "generated_images"
+            ]
+        )
+        for tiles in (Tiles(), Tiles(16))
+    )
+    assert found.shape == (1, 128, 96, 3)
+    assert 20 <= psnr(expected, found, peak=255) < 80
+
+
+def test_an_export_in_tiles(tmp_path):
+    """A size that fits in a tile is decoded whole; a larger one is not."""
+    options = {"sizes": ((16, 16), (32, 72)), "max_steps": 2, "verify": "full"}
+    export(open_checkpoint(micro_folder()), tmp_path / "x", ExportOptions(**options, tile=32))
+    manifest = Manifest.read(tmp_path / "x")
+    assert manifest.tile == 32 and Manifest.read(micro_export()).tile == 0
+    for component in ("decoder", "image_encoder"):
+        figures = manifest.verification[component]
+        assert min(figures[kind]["psnr_db"] for kind in ("saved_model", "saved_model_xla")) >= 60
+    pipe, plain = pipeline_of(tmp_path / "x"), pipeline_of(micro_export())
+    small = pipe("a star", num_steps=2, seed=3).images
+    np.testing.assert_array_equal(small, plain("a star", num_steps=2, seed=3).images)
+    large = pipe("a star", num_steps=2, seed=3, height=32, width=72).images
+    assert large.shape == (1, 32, 72, 3)
+
+
+@pytest.mark.parametrize("tile", [-8, 30, 33])
+def test_tiles_that_are_refused(tile, tmp_path):
+    options = ExportOptions(height=16, width=16, max_steps=2, tile=tile)
+    with pytest.raises(ExportError, match=r"A tile is 0 or a multiple of 2 from 32 on, in pixels"):
+        export(open_checkpoint(micro_folder()), tmp_path / "x", options)
