@@ -102,3 +102,26 @@ def generated(front: RunningFront, prompt: str, **body):
     [image] = content["images"]
     file = io.BytesIO(base64.b64decode(image["png"]))
     return np.asarray(Image.open(file)), image
+
+
+def events(answer):
+    """(name, content) of a stream, as they come."""
+    name = None
+    for line in answer:
+        field, _, value = line.decode().rstrip("\n").partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def previews(front: RunningFront, prompt: str, **body) -> list[np.ndarray]:
+    """Ask for a picture as a stream; return its previews."""
+    connection = http.client.HTTPConnection(front.http, timeout=60)
+    headers = {"content-type": "application/json", "accept": "text/event-stream"}
+    connection.request("POST", "/generate", json.dumps({"prompt": prompt, **body}), headers)
+    files = [
+        content["png"] for name, content in events(connection.getresponse()) if name == "preview"
+    ]
+    connection.close()
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(file)))) for file in files]

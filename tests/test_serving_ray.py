@@ -49,6 +49,7 @@ from sd_tf.serving.ray_app.models import export_digest, version_of
 from sd_tf.weights import open_checkpoint
 from tests.background import in_background
 from tests.exports import check_equal
+from tests.fronts import events
 
 PROMPT = "a large red star on a dark blue background"
 OTHER = "a small green ring on a gray background"
@@ -94,17 +95,6 @@ def generate(served, prompt=PROMPT, **body):
 
 def pixels(image):
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(image["png"]))))
-
-
-def events(answer):
-    """(name, content) of a stream, as they come."""
-    name = None
-    for line in answer:
-        field, _, value = line.decode().rstrip("\n").partition(": ")
-        if field == "event":
-            name = value
-        elif field == "data":
-            yield name, json.loads(value)
 
 
 def stream(served, **body):

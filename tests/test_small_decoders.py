@@ -27,6 +27,7 @@ from tests.exports import (
     pipeline_of,
     previewing_export,
 )
+from tests.fronts import COMPONENTS, previews, running_front
 
 CALL = {"num_steps": 2, "seed": 3}
 
@@ -118,6 +119,15 @@ def test_a_small_decoder_draws(tmp_path):
     previewing, seen = pipeline_of(previewing_export()), []
     previewing("a star", **CALL, callback=lambda *state: seen.append(state[2]))
     np.testing.assert_array_equal(images, previewing.preview(seen[-1])[:1])
+
+
+def test_a_server_s_previews():
+    parts = (*COMPONENTS, PREVIEW_DECODER)
+    with running_front(previewing_export(), parts, num_steps=2) as front:
+        [preview] = previews(front, "a star", seed=3, previews=1)
+    pipe, seen = pipeline_of(previewing_export()), []
+    pipe("a star", **CALL, callback=lambda *state: seen.append(state[2]))
+    np.testing.assert_array_equal(preview, pipe.preview(seen[0])[0])
 
 
 # Training

@@ -25,8 +25,8 @@ DEFAULTS = Settings(export_dir="")
 MOST_BODY = 2047  # MiB: a message of gRPC is smaller than 2 GiB
 EPILOG = """\
 --replicas diffusion_model=1-4 scales between 1 and 4 with the load, decoder=2 keeps two; the
-deployments are front, text_encoder, diffusion_model, decoder and image_encoder. On a cluster the
-export folder and sd_tf have to be at the same place on every node.
+deployments are front and the components of the export. On a cluster the export folder and sd_tf
+have to be at the same place on every node.
 """
 
 

@@ -51,6 +51,6 @@ def tell_widening(manifest: Manifest) -> None:
     if not set(TAKES_BFLOAT16) & set(flags):
         logger.warning(
             "The export computes in bfloat16 on the CPU, and this one has no instructions for it "
-            "(%s): it is several times slower than float32. Export with --precision float32.",
+            "(%s): float32 is faster here. Export with --precision float32.",
             " or ".join(TAKES_BFLOAT16),
         )
