@@ -9,10 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
+from sd_tf.checkpoints import TINY_FOLDER, embedded_decoder
 from sd_tf.cli.main import main
 from sd_tf.config import DECODER, PREVIEW_DECODER, SmallDecoderConfig
 from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.pictures import to_model
+from sd_tf.runtime.psnr import psnr
 from sd_tf.training.batches import PictureBatches
 from sd_tf.training.data import World
 from sd_tf.training.losses import Decoding, freeze
@@ -128,6 +131,15 @@ def test_a_server_s_previews():
     pipe, seen = pipeline_of(previewing_export()), []
     pipe("a star", **CALL, callback=lambda *state: seen.append(state[2]))
     np.testing.assert_array_equal(preview, pipe.preview(seen[0])[0])
+
+
+def test_the_embedded_one_decodes_tiny_s_latents():
+    checkpoint = open_checkpoint(TINY_FOLDER, preview_decoder=embedded_decoder("tiny:preview"))
+    vae, small = checkpoint.build("vae"), checkpoint.build(PREVIEW_DECODER)
+    pictures = np.stack([World(8, 64, seed=9).picture(index) for index in range(8)])
+    latents, _ = vae.encode(to_model(pictures))
+    found = small.decode(checkpoint.config.autoencoder.latent_scale.apply(latents))
+    assert psnr(np.asarray(vae.decode(latents)), np.asarray(found), peak=2) >= 27
 
 
 # Training
