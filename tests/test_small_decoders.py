@@ -127,9 +127,9 @@ def test_a_small_decoder_draws(tmp_path):
 def test_a_server_s_previews():
     parts = (*COMPONENTS, PREVIEW_DECODER)
     with running_front(previewing_export(), parts, num_steps=2) as front:
-        [preview] = previews(front, "a star", seed=3, previews=1)
+        [preview] = previews(front, "a star", **CALL, scheduler="ddim", previews=1)
     pipe, seen = pipeline_of(previewing_export()), []
-    pipe("a star", **CALL, callback=lambda *state: seen.append(state[2]))
+    pipe("a star", **CALL, scheduler="ddim", callback=lambda *state: seen.append(state[2]))
     np.testing.assert_array_equal(preview, pipe.preview(seen[0])[0])
 
 
