@@ -13,8 +13,6 @@ from sd_tf.runtime.shapes import Shape, Shapes
 from sd_tf.weights import open_checkpoint, open_small_decoder
 from tests.exports import micro_decoder, micro_export, micro_folder, pipeline_of
 
-pytestmark = pytest.mark.backend
-
 ALONE = np.random.default_rng(0)
 
 
@@ -48,6 +46,7 @@ def halved(x):
 
 
 @pytest.mark.parametrize("size", [(20, 37), (37, 8), (8, 20)], ids=str)
+@pytest.mark.backend
 def test_what_sees_no_neighbour_stays_the_same(size):
     latents, pictures = normal(2, *size, 3), normal(2, 2 * size[0], 2 * size[1], 3)
     tiles = Tiles(16)
@@ -57,6 +56,7 @@ def test_what_sees_no_neighbour_stays_the_same(size):
     np.testing.assert_allclose(found, halved(pictures), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.backend
 def test_the_reach_of_a_small_decoder():
     """A changed latent shows within it, and at its very edge."""
     small = open_small_decoder(micro_decoder())
@@ -70,6 +70,7 @@ def test_the_reach_of_a_small_decoder():
     assert reached == small.config.reach
 
 
+@pytest.mark.backend
 def test_a_small_decoder_in_wide_tiles_is_exact():
     small = open_small_decoder(micro_decoder())
     tiles, size = Tiles(49, small.config.reach), (70, 50)
@@ -88,6 +89,7 @@ def test_a_small_decoder_in_wide_tiles_is_exact():
     assert Tiles(16, small.config.reach).margin == 0  # too narrow for it
 
 
+@pytest.mark.backend
 def test_the_autoencoder_in_tiles():
     """What its norms and its attention see is the tile: nearly the same pictures."""
     checkpoint = open_checkpoint("sd_tf/checkpoints/tiny")
