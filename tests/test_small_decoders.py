@@ -77,7 +77,7 @@ def test_a_tensor_too_few(tmp_path):
 
 
 def test_what_is_no_folder(tmp_path):
-    with pytest.raises(CheckpointError, match="No such folder"):
+    with pytest.raises(CheckpointError, match="No such file or folder"):
         open_small_decoder(tmp_path / "none")
 
 

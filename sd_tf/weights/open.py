@@ -1,7 +1,7 @@
 """Open a checkpoint of any format: find out what the source is, and choose its reader."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,12 +164,7 @@ def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
             f"{path} is not a ControlNet: give a folder whose {diffusers_controlnet.CONFIG} says "
             f"{diffusers_controlnet.CLASS}, or a .safetensors file."
         )
-    if HUB_ID.fullmatch(str(source)):
-        from sd_tf.weights import hub
-
-        net = diffusers_controlnet.open_folder(hub.fetch_model(str(source)))
-        return replace(net, name=str(source), source=str(source))
-    raise CheckpointError(f"No such file or folder: {path}")
+    return _from_hub(source, diffusers_controlnet.open_folder)
 
 
 def open_small_decoder(source: str | Path) -> SmallDecoderCheckpoint:
@@ -182,12 +177,17 @@ def open_small_decoder(source: str | Path) -> SmallDecoderCheckpoint:
             f"{path} is not a small decoder: give a folder whose {small_decoder.CONFIG} says "
             f"{small_decoder.CLASS}."
         )
-    if HUB_ID.fullmatch(str(source)):
-        from sd_tf.weights import hub
+    return _from_hub(source, small_decoder.open_folder)
 
-        opened = small_decoder.open_folder(hub.fetch_model(str(source)))
-        return replace(opened, name=str(source), source=str(source))
-    raise CheckpointError(f"No such folder: {path}")
+
+def _from_hub(source: str | Path, open_model: Callable):
+    """Open one model by its id on the Hub, where there is nothing of that name."""
+    if not HUB_ID.fullmatch(str(source)):
+        raise CheckpointError(f"No such file or folder: {Path(source).expanduser()}")
+    from sd_tf.weights import hub
+
+    model = open_model(hub.fetch_model(str(source)))
+    return replace(model, name=str(source), source=str(source))
 
 
 def is_controlnet(source: str | Path) -> bool:
