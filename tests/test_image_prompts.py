@@ -24,7 +24,7 @@ from sd_tf.serving.batch.rows import check_rows, check_settings
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
 from sd_tf.weights.image_prompts import open_image_adapter
-from tests.exports import micro_export, micro_folder, micro_xl_folder, pipeline_of
+from tests.exports import check_equal, micro_export, micro_folder, micro_xl_folder, pipeline_of
 from tests.fronts import COMPONENTS, ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
@@ -242,7 +242,7 @@ def test_in_any_batch(pipe):
     """Each prompt is shown its own pictures, compiled or not."""
     given = Each([MOON, [SEA, MOON], MOON])
     many = pipe([PROMPT] * 3, num_steps=STEPS, seed=[3, 3, 3], image_prompt=given).images
-    np.testing.assert_array_equal(many[0], many[2])
+    check_equal(many[0], many[2])
     compiled = pipeline_of(shown_export(), jit_compile=True)
     one = compiled(PROMPT, image_prompt=[SEA, MOON], **CALL).images[0]
     assert psnr(many[1], one, peak=255) >= 50 > psnr(many[0], one, peak=255)
@@ -319,14 +319,14 @@ def test_the_images_api(front):
     more = {**CALL, "image_prompt": [coded(MOON), coded(SEA)], "image_prompt_scale": 0.5}
     response = client.images.generate(prompt=PROMPT, extra_body=more)
     made = np.asarray(Image.open(io.BytesIO(base64.b64decode(response.data[0].b64_json))))
-    np.testing.assert_array_equal(made, generated(front, PROMPT, **more)[0])
+    check_equal(made, generated(front, PROMPT, **more)[0])
 
 
 def test_the_client(front, pipe):
     client = Client(f"grpc://{front.grpc}", shown_export(), jit_compile=False)
     arguments = {**CALL, "image_prompt": [MOON, SEA]}
     ours, theirs = (one(PROMPT, **arguments).images for one in (client, pipe))
-    np.testing.assert_array_equal(ours, theirs)
+    check_equal(ours, theirs)
 
 
 def test_rows(tmp_path):

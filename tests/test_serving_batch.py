@@ -24,7 +24,7 @@ from sd_tf.runtime.png import read_parameters
 from sd_tf.serving.batch import BatchError, work
 from sd_tf.serving.batch.folder import Folder, safe_name
 from sd_tf.serving.batch.rows import Row, check_rows, check_settings, divide, read_entries
-from tests.exports import pipeline_of, shared_export
+from tests.exports import check_equal, pipeline_of, shared_export
 
 ROOT = Path(__file__).parent.parent
 BATCH = 2
@@ -503,7 +503,7 @@ def test_killed_workers_cost_nothing(drawn, pipe):
     names = [f"{number:06d}.png" for number in range(COUNT)]
     assert sorted(p.name for p in out.iterdir()) == sorted([".lock", "job.json", *names])
     for name, image in zip(names, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(Image.open(out / name)), image)
+        check_equal(np.asarray(Image.open(out / name)), image)
     parameters, _ = read_parameters(str(out / names[7]))
     assert parameters == {
         "prompt": PROMPTS[7],
@@ -592,7 +592,7 @@ def test_rows_of_their_own_settings(exported, pipe, tmp_path):
     for names, result in calls.items():
         for name, image in zip(names, result.images, strict=True):
             png = (out / f"{name}.png").read_bytes()
-            np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png))), image)
+            check_equal(np.asarray(Image.open(io.BytesIO(png))), image)
     assert read_parameters(str(out / "n.png"))[0]["negative_prompt"] == ""
 
 

@@ -20,7 +20,14 @@ from sd_tf.runtime.psnr import psnr
 from sd_tf.serving.batch.rows import check_rows, check_settings, opened
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
-from tests.exports import micro_export, micro_folder, micro_net, pipeline_of, steered_export
+from tests.exports import (
+    check_equal,
+    micro_export,
+    micro_folder,
+    micro_net,
+    pipeline_of,
+    steered_export,
+)
 from tests.fronts import WITH_ENCODER, ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
@@ -99,7 +106,7 @@ def test_pictures_of_their_own(pipe):
     """Each prompt follows its own pictures, in any batch."""
     given = Each([[LINES, None], [HILLS, None], [LINES, None]])
     many = pipe([PROMPT] * 3, num_steps=STEPS, seed=[3, 3, 3], control_image=given).images
-    np.testing.assert_array_equal(many[0], many[2])
+    check_equal(many[0], many[2])
     one = pipe(PROMPT, control_image=[HILLS, None], **CALL).images[0]
     assert psnr(many[1], one, peak=255) >= 50 > psnr(many[0], one, peak=255)
 
@@ -272,7 +279,7 @@ def test_the_client(front, pipe):
     client = Client(f"grpc://{front.grpc}", steered_export(), jit_compile=False)
     arguments = {**CALL, "control_image": [LINES, HILLS], "control_end": [0.5, 1]}
     ours, theirs = (one(PROMPT, **arguments).images for one in (client, pipe))
-    np.testing.assert_array_equal(ours, theirs)
+    check_equal(ours, theirs)
 
 
 # The page

@@ -109,7 +109,7 @@ def test_the_pictures_are_the_pipelines(served, pipe, tmp_path):
     images = content["images"]
     assert [(image["index"], image["seed"]) for image in images] == [(i, 7 + i) for i in range(4)]
     expected = pipe([PROMPT] * 2 + [OTHER] * 2, "blue", seed=7, **CALL).images
-    np.testing.assert_array_equal(np.stack([pixels(image) for image in images]), expected)
+    check_equal(np.stack([pixels(image) for image in images]), expected)
 
     path = tmp_path / "one.png"
     path.write_bytes(base64.b64decode(images[2]["png"]))
@@ -146,7 +146,7 @@ def test_pictures_from_a_picture(served, pipe):
         bodies = [{"image": base64.b64encode(file).decode(), "strength": 0.5} for file in files]
         answers = list(pool.map(lambda body: generate(served, seed=3, **body), bodies))
     for answer, image in zip(answers, expected, strict=True):
-        assert np.abs(pixels(answer["images"][0]).astype(int) - image).max() <= 1
+        check_equal(pixels(answer["images"][0]), image)
         assert answer["images"][0]["parameters"]["strength"] == 0.5
     with stream(served, image=bodies[0]["image"], strength=0.5, seed=3) as answer:
         seen = list(events(answer))
@@ -185,7 +185,7 @@ def test_a_stream_with_previews(served, pipe):
         assert [c["done"] for name, c in mine if name == "progress"] == [1, 2, 3, 4]
         assert [c["done"] for name, c in mine if name == "preview"] == [1, 3]
         preview = next(content for name, content in mine if name == "preview")
-        np.testing.assert_array_equal(pixels(preview), pipe.decode(latents[0])[index])
+        check_equal(pixels(preview), pipe.decode(latents[0])[index])
         assert mine[-1][0] == "image"
 
 
@@ -416,7 +416,7 @@ def test_our_client(served, pipe, scheme):
     server = f"grpc://{served.grpc}" if scheme == "grpc" else served.url
     with Client(server, served.export_dir, jit_compile=False) as client:
         ours = client([PROMPT] * 2, "green", seed=5, num_steps=2).images
-    np.testing.assert_array_equal(ours, pipe([PROMPT] * 2, "green", seed=5, num_steps=2).images)
+    check_equal(ours, pipe([PROMPT] * 2, "green", seed=5, num_steps=2).images)
 
 
 def test_rest_errors(served):
@@ -564,7 +564,7 @@ def test_a_replica_killed_in_the_middle(served):
     if last[0] == "error":  # fails cleanly, if the new one is not there soon enough
         assert last[1]["status"] == 503
     else:
-        np.testing.assert_array_equal(pixels(images[0]), expected)
+        check_equal(pixels(images[0]), expected)
     end = time.monotonic() + 200
     while True:  # comes back by itself
         answer, content, _ = finished(served, {"num_steps": 30, "seed": 2, "guidance_scale": 4.0})
@@ -572,7 +572,7 @@ def test_a_replica_killed_in_the_middle(served):
             break
         assert answer.status in (503, 429) and time.monotonic() < end, content
         time.sleep(1)
-    np.testing.assert_array_equal(pixels(content["images"][0]), expected)
+    check_equal(pixels(content["images"][0]), expected)
 
 
 @pytest.mark.long
@@ -605,7 +605,7 @@ def test_an_export_swapped_under_load(served, pipe, tiny_exports):
                     f"grpc://{served.grpc}", aside, jit_compile=False, version=before
                 ) as client:
                     images = client(PROMPT, seed=1, **CALL).images
-                np.testing.assert_array_equal(images, pipe(PROMPT, seed=1, **CALL).images)
+                check_equal(images, pipe(PROMPT, seed=1, **CALL).images)
             time.sleep(1)
     assert about()["version"] == before
     assert len(answers) > 10
