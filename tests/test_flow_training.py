@@ -13,7 +13,7 @@ from sd_tf.checkpoints import DIT_CONFIG, TINY_FOLDER, make_random
 from sd_tf.cli.main import main
 from sd_tf.config import FAMILIES
 from sd_tf.models.branches import branches
-from sd_tf.training import tiny_dit
+from sd_tf.training import imitation, tiny_dit
 from sd_tf.training.batches import LatentBatches, logit_normal_timesteps
 from sd_tf.training.conditions import check_trainable, tokenize_for
 from sd_tf.training.data import World
@@ -345,6 +345,47 @@ def test_diffusers_draws_the_same(dit, tmp_path):
     ).images  # fmt: skip
     assert ours.std() > 5
     assert np.abs(ours.astype(int) - np.round(255 * theirs)).max() <= 2
+
+
+def test_a_teacher_predicts_what_diffusers_does(dit):
+    """Its prediction at another schedule's levels, and with captions of fewer tokens."""
+    _, config = dit
+    base = open_checkpoint(TINY_FOLDER)
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(
+        TINY_FOLDER, torch_dtype=torch.float32
+    )
+    draws = np.random.default_rng(0)
+    latents, noise = draws.standard_normal((2, 4, 16, 16, 4), "float32")
+    timesteps, captions = (
+        np.array([30, 400, 800, 990]),
+        ["a red star", "", "a blue ring", "a cross"],
+    )
+    tokens = tiny_dit.tokenizers_of(config)["text_encoder"](captions)
+    sigma = np.float32((timesteps + 1) / 1000)
+    sigma = (2 * sigma / (1 + sigma))[:, None, None, None]  # shifted by 2
+    noisy = (1 - sigma) * latents + sigma * noise
+    ours = imitation.Teacher(base, config)(noisy, timesteps, tokens)
+
+    norm = np.sqrt((1 - sigma) ** 2 + sigma**2)
+    signal, level = (1 - sigma) / norm, sigma / norm
+    abar = pipeline.scheduler.alphas_cumprod.numpy()
+    told = np.interp(
+        np.log(sigma / (1 - sigma)).ravel(), np.log((1 - abar) / abar) / 2, np.arange(1000)
+    )
+    context, _ = pipeline.encode_prompt(captions, "cpu", 1, False)
+    with torch.no_grad():
+        output = pipeline.unet(tensor(noisy / norm), torch.tensor(told).float(), context).sample
+    output = output.permute(0, 2, 3, 1).numpy()
+    expected = (signal + level) * output + (level - signal) * noisy / norm
+    assert np.abs(np.array(ours) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_a_teacher_with_the_same_schedule_is_asked_as_it_is():
+    config = open_checkpoint(TINY_FOLDER).config
+    told, scale, p, q = imitation.tables(config, config)
+    np.testing.assert_allclose(told, np.arange(1000), atol=1e-3)
+    np.testing.assert_allclose([scale, q], 1.0, atol=1e-6)
+    np.testing.assert_allclose(p, 0.0, atol=1e-6)
 
 
 def our_noise(config, count):

@@ -22,7 +22,7 @@ from sd_tf.cli.arguments import (
     whole_numbers,
 )
 from sd_tf.components import COMPONENTS
-from sd_tf.components.geometry import GUIDANCE, PRECISIONS, STORAGES
+from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
 from sd_tf.runtime.adapter_places import DEFAULT_LAYERS, DEFAULT_RANK, LAYERS
 
@@ -162,8 +162,9 @@ SHAPE = (
 STORAGE = Option(
     "storage",
     None,
-    "int8: store the linear layers of T5 in 8 bits, which halves it. Default: in the precision.",
-    choices=STORAGES,
+    "Store kernels in fewer bits than they are computed in: int8 or float16, those of all parts "
+    "but the autoencoders, or of parts named after a colon, as in int8:text_encoder_3. See "
+    "docs/storage.md.",
 )
 
 PLACES = (

@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sd_tf.config import PipelineConfig, family_of
+from sd_tf.config import (
+    AUTOENCODER,
+    FLOAT16,
+    STORAGES,
+    PipelineConfig,
+)
 from sd_tf.runtime.adapter_places import (
     DEFAULT_LAYERS,
     DEFAULT_RANK,
@@ -15,7 +20,6 @@ from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.shapes import Shapes, Size
 
 PRECISIONS = ("float32", "bfloat16", "float16")
-STORAGES = ("int8",)
 LEAST_TILE = 16  # latents: a fourth of it is what neighbours share
 GUIDANCE = ("classifier_free", "none")
 
@@ -29,7 +33,9 @@ class Fixed:
     batch_sizes: Sequence[int] = ()
     sizes: Sequence[Size] = ()  # (height, width)
     precision: str = "float32"
-    storage: str | None = None  # of the kernels of T5's linear layers; None: as they are computed
+    # Of kernels: int8 or float16, with a colon and names of the checkpoint's parts, or for all but
+    # the autoencoders. None: as they are computed.
+    storage: str | None = None
     max_steps: int = 100
     guidance: str = "classifier_free"  # or none: Turbo and LCM, one model call per step
     guidance_rescale: float = 0.0
@@ -135,15 +141,31 @@ def storage_of(config: PipelineConfig, fixed: Fixed) -> dict[str, str]:
     """Return the parts of the checkpoint that are stored in fewer bits, and how, checked."""
     if fixed.storage is None:
         return {}
-    if fixed.storage not in STORAGES:
-        refuse(f"The storage is {' or '.join(STORAGES)}.", fixed.storage)
-    if not config.t5_encoders:
+    kind, _, names = fixed.storage.partition(":")
+    if kind not in STORAGES:
         refuse(
-            f"{fixed.storage} stores the linear layers of a T5 text encoder, and this checkpoint "
-            f"has none, so there is nothing to store narrower: leave out `storage`.",
-            family_of(config),
+            f"The storage is {' or '.join(STORAGES)}, for all parts but the autoencoders, or for "
+            f"those named after a colon.",
+            fixed.storage,
         )
-    return dict.fromkeys(config.t5_encoders, fixed.storage)
+    if kind == FLOAT16 and fixed.precision != "float32":
+        refuse(
+            f"{FLOAT16} is no narrower than {fixed.precision}, in which this is computed: leave "
+            f"out `storage`, or store int8.",
+            fixed.storage,
+        )
+    autoencoders = (AUTOENCODER, *config.small_decoders)
+    parts = names.split(",") if names else [n for n in config.components if n not in autoencoders]
+    if unknown := [name for name in parts if name not in config.components]:
+        refuse(f"This checkpoint's parts are {', '.join(config.components)}.", ", ".join(unknown))
+    adapted = (*config.clip_encoders, config.denoiser.component)
+    if fixed.adapter_slots and (kept := [name for name in parts if name in adapted]):
+        refuse(
+            "Places for adapters add to kernels as they are computed, in the CLIP text encoders "
+            "and the denoiser: store other parts, or leave out `storage` or `adapter_slots`.",
+            ", ".join(kept),
+        )
+    return dict.fromkeys(parts, kind)
 
 
 def adapters_of(fixed: Fixed) -> AdapterPlaces:

@@ -38,6 +38,7 @@ from sd_tf.config.schedule import (
     ScheduleConfig,
 )
 from sd_tf.config.small_decoder import DECODER, PREVIEW_DECODER, SmallDecoderConfig
+from sd_tf.config.storage import FLOAT16, INT8, STORAGES, storage_text
 from sd_tf.config.text import END_TOKEN, START_TOKEN, T5EncoderConfig, TextEncoderConfig
 from sd_tf.config.unet import AddedConditioning, UNetConfig
 
@@ -46,11 +47,14 @@ __all__ = [
     "DECODER",
     "END_TOKEN",
     "FAMILIES",
+    "FLOAT16",
+    "INT8",
     "LATENT_INPUTS",
     "PREVIEW_DECODER",
     "SAMPLERS",
     "SCALED_LINEAR",
     "START_TOKEN",
+    "STORAGES",
     "AddedConditioning",
     "AutoencoderConfig",
     "ConfigError",
@@ -76,6 +80,7 @@ __all__ = [
     "family_of",
     "has_named_sizes",
     "latent_inputs_of",
+    "storage_text",
     "suited_to",
     "with_kerascv_numerics",
 ]

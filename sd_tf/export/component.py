@@ -63,8 +63,8 @@ def export_component(
         reference = verify.eager(module.eager[endpoint], inputs)
         samples.append(verify.Sample(endpoint, inputs, reference))
     stored = {}
-    if options.verify != "off":
-        stored = verify.storage_figures(part, checkpoint, geometry, options.precision)
+    if samples:
+        stored = verify.storage_figures(part, samples[0], checkpoint, geometry, options.precision)
     runs = verify.reuse_runs(part, options.verify)
     report(name, "saving")
     signatures = _save(module, folder / name / VERSION_FOLDER)

@@ -8,6 +8,7 @@ from sd_tf.components.build import component_names
 from sd_tf.components.geometry import Fixed, Geometry, geometry_of, refuse
 from sd_tf.config import family_of
 from sd_tf.models import lowering
+from sd_tf.runtime.manifest import serves
 from sd_tf.weights import Checkpoint
 
 VERIFY = ("full", "fast", "off")
@@ -36,12 +37,6 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Geometry, tup
         refuse(
             "Embeddings change the text_encoder, so they are exported with it: add it to the "
             "components, or leave out the embeddings.",
-            ", ".join(wanted),
-        )
-    if options.storage is not None and "text_encoder" not in wanted:
-        refuse(
-            "The storage is the text_encoder's, so it is exported with it: add it to the "
-            "components, or leave out `storage`.",
             ", ".join(wanted),
         )
     if options.verify not in VERIFY:
@@ -85,4 +80,12 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Geometry, tup
             "the components, or leave out the ControlNets.",
             ", ".join(wanted),
         )
-    return geometry_of(checkpoint.config, options), wanted
+    geometry = geometry_of(checkpoint.config, options)
+    stored = geometry.storage
+    if stored and not any(serves(name, part) for name in wanted for part in stored):
+        refuse(
+            f"The storage is of {', '.join(stored)}: export a component that computes with it, or "
+            f"leave out `storage`.",
+            ", ".join(wanted),
+        )
+    return geometry, wanted

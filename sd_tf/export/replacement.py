@@ -8,7 +8,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from sd_tf.components.conditions import conditions_of
 from sd_tf.components.geometry import Geometry
-from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest, serves
 from sd_tf.weights import Checkpoint
 
 # Fields of the manifest that all components share, those that some share (the components between
@@ -24,7 +24,6 @@ OWNED = {
         "zero_empty_negative",
         "tokenizers",
         "prompt_chunks",
-        "storage",
     ),
     "decoder": ("tile",),
     "diffusion_model": (
@@ -71,7 +70,14 @@ def merged(
                 f"A component can only be replaced by one of the same {field}: the export has "
                 f"{old}. Received: {new}"
             )
-    return dataclasses.replace(manifest, **{field: getattr(previous, field) for field in owned})
+    storage = {
+        part: kind
+        for one, names in ((previous, kept), (manifest, replaced))
+        for part, kind in one.storage.items()
+        if any(serves(name, part) for name in names)
+    }
+    fields = {field: getattr(previous, field) for field in owned}
+    return dataclasses.replace(manifest, storage=storage, **fields)
 
 
 def check_conditions(

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from sd_tf.config import family_of
+from sd_tf.config import family_of, storage_text
 from sd_tf.jax import artifacts
 from sd_tf.jax.runner import JaxRunner
 from sd_tf.jax.sharding import DATA, check_mesh, make_mesh
@@ -60,7 +60,7 @@ class JaxPipeline(Chain):
             precision: of the models. Sampler, guidance, norms and softmax stay float32.
             batch_size: pictures per call of the compiled code; None: one for each data shard.
             height, width, batch_sizes, sizes: as for an export.
-            storage: of T5's linear layers: int8; None: in the precision.
+            storage: of kernels, as for an export; None: in the precision.
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
             adapter_slots, adapter_rank, adapter_layers, image_prompts, reuse, tile: as
                 for an export.
@@ -212,7 +212,7 @@ def _weights_of_checkpoint(
         batch_sizes=manifest.shapes.batch_sizes,
         sizes=manifest.shapes.sizes,
         precision=manifest.precision,
-        storage=next(iter(manifest.storage.values()), None),
+        storage=storage_text(manifest.storage),
         max_steps=manifest.max_steps,
         guidance=manifest.guidance,
         guidance_rescale=manifest.guidance_rescale,

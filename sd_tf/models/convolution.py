@@ -1,7 +1,7 @@
 """3×3 convolutions of stride 1 (NHWC, zero-padded), by the algorithm that suits the map's size.
 
 `kernel` is (3, 3, C, K). Transformed kernels depend on no input, so XLA computes them once, outside
-the loop over the sampler's steps.
+the loop over the sampler's steps, unless the kernel `is_anew` in each of them.
 """
 
 import numpy as np
@@ -54,32 +54,32 @@ SMALL_MAP = 4
 # On maps of fewer pixels than this, four 2×2 convolutions take longer than one 3×3.
 MIN_PHASE_MAP = 64
 # The same where the four kernels are made anew in every call, and not once for a whole loop.
-MIN_PHASE_MAP_IN_GRAPH = 1024
+MIN_PHASE_MAP_ANEW = 1024
 
 
-def convolve(x, kernel):
+def convolve(x, kernel, is_anew=False):
     """Convolve x (B, h, w, C) → (B, h, w, K)."""
     _, height, width, _ = x.shape
     wanted = rewrites()
     if wanted.small_maps and height * width <= SMALL_MAP:
         return by_patches(x, kernel)
-    if wanted.winograd and _winograd_pays(x, kernel):
+    if wanted.winograd and not is_anew and _winograd_pays(x, kernel):
         return by_winograd(x, kernel)
     return ops.conv(x, kernel, padding="same", data_format="channels_last")
 
 
-def convolve_doubled(x, kernel, size):
+def convolve_doubled(x, kernel, size, is_anew=False):
     """Double x (B, h, w, C) both ways, crop it to `size`, and convolve it → (B, *size, K)."""
     _, height, width, channels = x.shape
     is_doubled = size == (2 * height, 2 * width)
     wanted = rewrites()
-    least = MIN_PHASE_MAP_IN_GRAPH if wanted.graph_kernels else MIN_PHASE_MAP
+    least = MIN_PHASE_MAP_ANEW if wanted.graph_kernels or is_anew else MIN_PHASE_MAP
     if wanted.upsample_phases and is_doubled and height * width >= least:
         return by_phases(x, kernel)
     x = ops.reshape(x, (-1, height, 1, width, 1, channels))
     x = ops.tile(x, (1, 1, 2, 1, 2, 1))
     x = ops.reshape(x, (-1, 2 * height, 2 * width, channels))
-    return convolve(x[:, : size[0], : size[1]], kernel)
+    return convolve(x[:, : size[0], : size[1]], kernel, is_anew)
 
 
 def by_patches(x, kernel):

@@ -1,7 +1,7 @@
 """The kinds of layers that the models consist of; each creates its variables when constructed.
 
 Dense and convolution layers are Keras' own, with room for an adapter's branch (`branches.py`).
-Models may be built with linear layers that are stored in fewer bits (`storage.py`).
+They may store their kernels in fewer bits than they compute in (`storage.py`).
 Norms compute their statistics in float32 under every dtype policy. All weights start at zero: a
 checkpoint or a trainer fills them.
 """
@@ -17,7 +17,7 @@ from keras.src.backend.common import global_state
 from sd_tf.models.branches import with_branch
 from sd_tf.models.convolution import convolve, convolve_doubled
 from sd_tf.models.lowering import rewrites
-from sd_tf.models.storage import linear_class
+from sd_tf.models.storage import Storable
 
 
 @contextlib.contextmanager
@@ -45,27 +45,25 @@ class Block(keras.layers.Layer):
         self.built = True
 
 
-class Linear(keras.layers.Dense):
+class Linear(Storable, keras.layers.Dense):
     """A matrix product with a bias."""
 
     def call(self, x):
-        h = self.of_rows(x) if rewrites().graph_kernels else super().call(x)
-        return with_branch(self, h, lambda a: ops.matmul(x, a))
-
-    def of_rows(self, x):
-        """Compute the product of a matrix, so that nothing stands between it and the bias."""
-        inputs, outputs = self.kernel.shape
-        h = ops.matmul(ops.reshape(x, (-1, inputs)), self.kernel)
+        h = self.product(x, lambda kernel: self.of_rows(x, kernel))
         if self.bias is not None:
             h = ops.add(h, self.bias)
-        return ops.reshape(h, (-1, *x.shape[1:-1], outputs))
+        if rewrites().graph_kernels:
+            h = ops.reshape(h, (-1, *x.shape[1:-1], self.units))
+        return with_branch(self, h, lambda a: ops.matmul(x, a))
+
+    def of_rows(self, x, kernel):
+        """Multiply x; in the graph's own kernels as a matrix, so that the bias can follow it."""
+        if rewrites().graph_kernels:
+            x = ops.reshape(x, (-1, kernel.shape[0]))
+        return ops.matmul(x, kernel)
 
 
 def dense(in_features, out_features, use_bias=True, dtype=None):
-    """Make a linear layer of the kind that `storage.stored_as` asks for."""
-    kind = linear_class()
-    if kind is not None:
-        return kind(in_features, out_features, use_bias, dtype)
     layer = Linear(out_features, use_bias=use_bias, kernel_initializer="zeros", dtype=dtype)
     layer.build((None, in_features))
     return layer
@@ -81,16 +79,18 @@ def pointwise_conv(in_channels, out_channels, dtype=None):
     return layer
 
 
-class Conv(keras.layers.Conv2D):
+class Conv(Storable, keras.layers.Conv2D):
     """A 3×3 convolution. With `doubled_to`, its input is first doubled to that height and width."""
 
     def call(self, x, doubled_to=None):
+        is_widened = self.storage is not None
+
         def by(kernel):
             if doubled_to is None:
-                return convolve(x, kernel)
-            return convolve_doubled(x, kernel, doubled_to)
+                return convolve(x, kernel, is_widened)
+            return convolve_doubled(x, kernel, doubled_to, is_widened)
 
-        h = by(ops.convert_to_tensor(self.kernel))
+        h = self.product(x, by)
         return with_branch(self, h if self.bias is None else ops.add(h, self.bias), by)
 
 
@@ -107,11 +107,15 @@ def conv(in_channels, out_channels, use_bias=True, dtype=None):
     return layer
 
 
-class StridedConv(keras.layers.Conv2D):
+class StridedConv(Storable, keras.layers.Conv2D):
     """A convolution with a stride and without padding: UNet and VAE pad it differently."""
 
     def call(self, x):
-        return with_branch(self, super().call(x), lambda a: self.convolution_op(x, a))
+        def by(kernel):
+            return self.convolution_op(x, kernel)
+
+        h = self.product(x, by)
+        return with_branch(self, h if self.bias is None else ops.add(h, self.bias), by)
 
 
 def strided_conv(in_channels, out_channels, dtype=None, size=3, stride=2, use_bias=True):

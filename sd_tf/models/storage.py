@@ -1,84 +1,80 @@
-"""Linear layers whose kernels are stored in fewer bits than the models compute in.
+"""Layers whose kernels are stored in fewer bits than the models compute in.
 
     with stored_as("int8"):
         model = T5Encoder(config, dtype="bfloat16")
 
-Inside this context, `layers.dense` makes layers of the class that `CLASSES` names. They compute
-what a `Linear` computes, up to the rounding of its kernel.
+Dense and convolution layers that are made inside this context have such kernels. They compute what
+they compute otherwise, up to the rounding of their kernels.
 """
 
 import contextlib
+from collections.abc import Callable
 from contextvars import ContextVar
 
-import keras
 from keras import ops
 
-from sd_tf.models.branches import with_branch
-
-
-class Int8Linear(keras.layers.Layer):
-    """A matrix product with a kernel of whole numbers from -127 to 127, and a scale per output.
-
-    The kernel is `values` · `scale`; `weights.int8` finds both. No dtype policy changes theirs.
-    """
-
-    def __init__(self, in_features, out_features, use_bias=True, dtype=None):
-        super().__init__(dtype=dtype)
-        self.values = self.add_weight(
-            (in_features, out_features), "zeros", "int8", trainable=False, name="values"
-        )
-        self.scale = self.add_weight(
-            (out_features,), "zeros", "float32", trainable=False, autocast=False, name="scale"
-        )
-        self.bias = None
-        if use_bias:
-            self.bias = self.add_weight((out_features,), "zeros", name="bias")
-        self.built = True
-
-    def call(self, x):
-        y = self._product(x)
-        if self.bias is not None:
-            y = ops.add(y, self.bias)
-        return with_branch(self, y, lambda a: ops.matmul(x, a))
-
-    def _product(self, x):
-        """Multiply by the whole numbers, which bfloat16 has room for, and scale the outputs.
-
-        In float16 the unscaled outputs would overflow, so there the kernel is scaled.
-        """
-        values = computed_after(x, ops.convert_to_tensor(self.values))
-        if self.compute_dtype == "float16":
-            return ops.matmul(x, ops.cast(ops.cast(values, "float32") * self.scale, "float16"))
-        y = ops.matmul(x, ops.cast(values, self.compute_dtype))
-        return ops.cast(ops.cast(y, "float32") * self.scale, self.compute_dtype)
-
-
-def computed_after(x, values):
-    """Return the matrix `values` as a result that depends on x.
-
-    TensorFlow runs an operation as soon as its inputs exist. Without this dependency it would widen
-    the kernels of all layers before it runs the first, and need the memory that int8 saves.
-    """
-    zero = ops.argmax(ops.reshape(x, (-1,))[:1])  # the place of the largest of one number
-    return ops.slice(values, (zero, 0), values.shape)
-
-
-CLASSES = {"int8": Int8Linear}
+from sd_tf.config import INT8
 
 _storage: ContextVar[str | None] = ContextVar("storage", default=None)
 
 
-def linear_class():
-    """Return the class of linear layers to build in the context in force; None: the usual one."""
-    storage = _storage.get()
-    return None if storage is None else CLASSES[storage]
-
-
 @contextlib.contextmanager
 def stored_as(storage: str | None):
-    """Build models inside this context whose linear layers are stored so; None: as computed."""
+    """Build models inside this context whose kernels are stored so; None: as computed."""
     token = _storage.set(storage)
     try:
         yield
     finally:
         _storage.reset(token)
+
+
+class Storable:
+    """A mix-in for Keras' layers with a kernel, which is made as the context wants it stored.
+
+    In 8 bits, a kernel is whole numbers from -127 to 127 and a scale for each output;
+    `weights.int8` finds both. No dtype policy changes what a kernel is stored in.
+    """
+
+    storage: str | None = None
+    kernel_scale = None
+
+    def add_weight(self, *args, name=None, **options):
+        storage = _storage.get()
+        if name != "kernel" or storage is None:
+            return super().add_weight(*args, name=name, **options)
+        self.storage = storage
+        fixed = {"trainable": False, "autocast": False}
+        shape = options.pop("shape") if "shape" in options else args[0]
+        if storage == INT8:
+            self.kernel_scale = super().add_weight(
+                shape[-1:], "zeros", "float32", name="kernel_scale", **fixed
+            )
+        return super().add_weight(shape, "zeros", storage, name=name, **fixed)
+
+    def product(self, x, by: Callable):
+        """Return `by(kernel)`, which multiplies or convolves x, for the kernel as it is computed.
+
+        The outputs are scaled, not the kernel: whole numbers fit into every type. Only in float16
+        the outputs would be too large, so there the kernel is.
+        """
+        kernel = ops.convert_to_tensor(self.kernel)
+        if self.storage is None:
+            return by(kernel)
+        kernel, dtype = computed_after(x, kernel), self.compute_dtype
+        if self.kernel_scale is None:
+            return by(ops.cast(kernel, dtype))
+        if dtype == "float16":
+            return by(ops.cast(ops.cast(kernel, "float32") * self.kernel_scale, dtype))
+        scaled = ops.cast(by(ops.cast(kernel, dtype)), "float32") * self.kernel_scale
+        return ops.cast(scaled, dtype)
+
+
+def computed_after(x, kernel):
+    """Return the kernel as a result that depends on x, as no compiler can see that it does not.
+
+    TensorFlow runs an operation as soon as its inputs exist, and XLA computes once, before a loop,
+    what is the same in all rounds. Both would widen the kernels of all layers before the first one
+    runs, and need the memory that narrow ones save.
+    """
+    is_not_a_number = ops.isnan(ops.reshape(x, (-1,))[0])
+    return kernel + ops.cast(is_not_a_number, kernel.dtype)

@@ -127,7 +127,7 @@ class Manifest:
     family: str
     shapes: Shapes
     precision: str
-    storage: dict[str, str]  # the checkpoint's parts that are stored in fewer bits, and how: int8
+    storage: dict[str, str]  # the checkpoint's parts whose kernels have fewer bits, and how
     max_steps: int
     schedulers: dict[str, SchedulerRecord]
     history: int  # predictions that the loop keeps from step to step

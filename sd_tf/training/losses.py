@@ -114,28 +114,29 @@ class Denoising(Block):
         zeros for the text; weights (B,), factors of the examples' losses.
         """
         timesteps = batch["timesteps"]
-
-        def of_step(table):
-            return ops.take(ops.convert_to_tensor(table), timesteps)
-
-        def at(table):
-            return ops.reshape(of_step(table), (-1, 1, 1, 1))
-
-        latents, noise = batch["latents"], batch["noise"]
-        alpha, sigma = at(self.alpha), at(self.sigma)
-        noisy = alpha * latents + sigma * noise
-        if "beside" in batch:
-            noisy = ops.concatenate([noisy, batch["beside"]], axis=-1)
-        told = of_step(self.told) if self.config.schedule.is_flow else timesteps
+        noisy = self.at(self.alpha, batch) * batch["latents"]
+        noisy = noisy + self.at(self.sigma, batch) * batch["noise"]
+        seen = ops.concatenate([noisy, batch["beside"]], axis=-1) if "beside" in batch else noisy
+        is_flow = self.config.schedule.is_flow
+        told = ops.take(ops.convert_to_tensor(self.told), timesteps) if is_flow else timesteps
         given = {**self.conditions(batch), **self.more}
-        output = ops.cast(self.denoiser(noisy, told, **given), "float32")
-        target = TARGETS[self.prediction](alpha, sigma, latents, noise)
-        squared = ops.square(output - target)
-        weight = at(self.weight)
+        output = ops.cast(self.denoiser(seen, told, **given), "float32")
+        squared = ops.square(output - self.target(batch, noisy))
+        weight = self.at(self.weight, batch)
         if "weights" in batch:
             weight = weight * ops.reshape(batch["weights"], (-1, 1, 1, 1))
         loss = ops.mean(weight * squared)
         return loss, {"loss": loss, "mse": ops.mean(squared)}
+
+    def at(self, table, batch):
+        """Look up the value (B, 1, 1, 1) of each example's timestep."""
+        values = ops.take(ops.convert_to_tensor(table), batch["timesteps"])
+        return ops.reshape(values, (-1, 1, 1, 1))
+
+    def target(self, batch, noisy):
+        """Return what the denoiser is to give of the noisy latents."""
+        alpha, sigma = self.at(self.alpha, batch), self.at(self.sigma, batch)
+        return TARGETS[self.prediction](alpha, sigma, batch["latents"], batch["noise"])
 
     def conditions(self, batch):
         """Return what the denoiser is given beside latents and timesteps, by name."""

@@ -1,6 +1,7 @@
 """Train the embedded transformer in the tiny world, with flow matching.
 
-Texts and latents are those of `tiny`, whose text encoder and autoencoder stay as they are.
+Texts and latents are those of `tiny`, whose text encoder and autoencoder stay as they are. What it
+learns is what the UNet of `tiny` knows of the noise that was drawn.
 """
 
 from collections.abc import Callable
@@ -16,16 +17,18 @@ from sd_tf.models.text_encoder import TextEncoder
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.data import World
+from sd_tf.training.imitation import Imitation, Teacher
 from sd_tf.training.initial_weights import initialize, sinusoids
 from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import freeze
 from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.settings import Averaging, Settings
-from sd_tf.training.tiny import Draws, record_of, run_stages
+from sd_tf.training.tiny import Draws, Models, record_of, run_stages
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint, layout, open_checkpoint, save_folder
 
 SEED = 0  # of the initial weights
+TEACHER = "teacher"  # among the models of a run
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,21 @@ class Recipe:
         }
 
 
+@dataclass(frozen=True)
+class Imitates(Draws):
+    """A stage whose targets are the predictions of a trained model."""
+
+    teacher: str = TEACHER
+
+    def loss(self, models: Models, config: PipelineConfig) -> Imitation:
+        encoders = [models[name] for name in config.text_encoders]
+        return Imitation(models[config.denoiser.component], encoders, config, models[self.teacher])
+
+
 SCENES = 32_000
 COMMON = Settings(
-    steps=1200,
-    batch_size=32,
+    steps=1000,
+    batch_size=16,
     learning_rate=1e-3,
     warm_up=100,
     averaging=Averaging(half_life=100),
@@ -59,15 +73,15 @@ COMMON = Settings(
 )
 STAGES = (
     # Where things are: the noisiest levels, at which hardly anything but the caption tells it.
-    Draws(
-        replace(COMMON, final_learning_rate=0.3, sample_every=400),
+    Imitates(
+        replace(COMMON, final_learning_rate=0.3, sample_every=500),
         first_timestep=600,
         complete=True,
         caption_dropout=0.0,
     ),
     # Everything.
-    Draws(
-        replace(COMMON, steps=12_000, averaging=Averaging(half_life=300), sample_every=1000),
+    Imitates(
+        replace(COMMON, steps=9000, averaging=Averaging(half_life=300), sample_every=1000),
     ),
 )
 
@@ -85,7 +99,8 @@ def train(folder: Path, report: Callable[[str], None] = print) -> Path:
         tokenizers = tokenizers_of(config)
         recipe = Recipe(config, SCENES, STAGES, record)
         tokenize = tokenize_for(tokenizers)
-        run_stages(recipe, models, pictures, latents, tokenize, folder, report)
+        taught = {**models, TEACHER: Teacher(base, config)}
+        run_stages(recipe, taught, pictures, latents, tokenize, folder, report)
         target = folder / "checkpoint"
         save_folder(target, config, models, tokenizers, dtype="float16")
         report(f"saved {target}")

@@ -88,7 +88,7 @@ class Checkpoint:
         """Build the component's model and load its weights, strictly and one tensor at a time.
 
         Args:
-            storage: how the kernels of its linear layers are stored; None: in `dtype`.
+            storage: how its kernels are stored; None: in `dtype`.
         """
         tensors = self.tensors(component)
         where = f"{component} of {self.source}"

@@ -6,24 +6,22 @@ All that is needed beyond that is one rule for each kind of layer.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
 import numpy as np
 from keras import ops
 
-from sd_tf.config import AUTOENCODER, PipelineConfig
+from sd_tf.config import AUTOENCODER, INT8, PipelineConfig
 from sd_tf.files.tensors import CheckpointError, StoredTensor, shortened
 from sd_tf.models import MODEL_CLASSES, deferred_variables, stored_as
 from sd_tf.models.layers import Norm, PointwiseConv, RMSNorm, Table
-from sd_tf.models.storage import Int8Linear
 from sd_tf.weights.int8 import rounded
 
 # Layer kind → (its variable, the checkpoint's name, the axes from the stored layout to Keras').
 LAYOUTS = (
     (keras.layers.Dense, (("kernel", "weight", (1, 0)), ("bias", "bias", None))),
-    (Int8Linear, (("values", "weight", (1, 0)), ("bias", "bias", None))),
     (keras.layers.Conv2D, (("kernel", "weight", (2, 3, 1, 0)), ("bias", "bias", None))),
     (keras.layers.Embedding, (("embeddings", "weight", None),)),
     (Norm, (("scale", "weight", None), ("bias", "bias", None))),
@@ -91,7 +89,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Int8Slot(Slot):
-    """The whole numbers of an `Int8Linear`, and their scales, which the same tensor fills."""
+    """A kernel's whole numbers, and their scales, which the same tensor fills."""
 
     scale: keras.Variable
 
@@ -100,8 +98,8 @@ class Int8Slot(Slot):
         return {"": self.variable, "_scale": self.scale}
 
     def values(self, stored: np.ndarray) -> dict[str, np.ndarray]:
-        values, scale = rounded(stored.reshape(_without_kernel(stored.shape, self.axes)))
-        return {"": self.arranged(values), "_scale": scale}
+        values, scale = rounded(stored.reshape(len(stored), -1))
+        return {"": self.arranged(values.reshape(stored.shape)), "_scale": scale}
 
     def _value(self) -> np.ndarray:
         return np.asarray(self.variable) * np.asarray(self.scale)
@@ -121,11 +119,12 @@ def slots(model: keras.layers.Layer) -> dict[str, Slot]:
             variable = getattr(layer, attribute)
             if variable is not None:
                 full_name = f"{path}.{name}" if name else path
-                if attribute == "values" and isinstance(layer, Int8Linear):
-                    found[full_name] = Int8Slot(variable, axes, False, layer.scale)
+                pointwise = isinstance(layer, PointwiseConv) and attribute == "kernel"
+                if attribute == "kernel" and getattr(layer, "storage", None) == INT8:
+                    slot = Int8Slot(variable, axes, pointwise, layer.kernel_scale)
                 else:
-                    pointwise = isinstance(layer, PointwiseConv) and attribute == "kernel"
-                    found[full_name] = Slot(variable, axes, pointwise)
+                    slot = Slot(variable, axes, pointwise)
+                found[full_name] = slot
     return found
 
 
@@ -231,7 +230,7 @@ def load(
     """Build a component's model and fill it with the tensors, one at a time.
 
     Args:
-        storage: how the kernels of its linear layers are stored; None: in `dtype`.
+        storage: how its kernels are stored; None: in `dtype`.
     """
     model = abstract_model(config, dtype, storage)
     check(model, tensors, where)
@@ -241,32 +240,30 @@ def load(
 
 
 @contextlib.contextmanager
-def read_when_used(model: keras.layers.Layer, tensors: Mapping[str, StoredTensor]):
-    """Run a model whose variables have no storage: each is read when a layer uses it.
+def read_when_used(*models: tuple[keras.layers.Layer, Mapping[str, StoredTensor]]):
+    """Run models whose variables have no storage: each is read from the tensors when it is used.
 
     One tensor is in memory at a time, so a model that would not fit can be run, but every run reads
     the whole checkpoint, and Keras' embeddings more than once.
     """
-    with _Reader(slots(model), tensors):
+    with _Reader(models):
         yield
 
 
 class _Reader(keras.StatelessScope):
     """Gives variables the values of tensors."""
 
-    def __init__(self, found: Mapping[str, Slot], tensors: Mapping[str, StoredTensor]):
+    def __init__(self, models: Sequence[tuple[keras.layers.Layer, Mapping[str, StoredTensor]]]):
         super().__init__(initialize_variables=False)
-        self.tensors = tensors
         self.places = {
-            id(variable): (name, end)
-            for name, slot in found.items()
+            id(variable): (slot, end, tensors[name])
+            for model, tensors in models
+            for name, slot in slots(model).items()
             for end, variable in slot.variables.items()
         }
-        self.slots = found
 
     def get_current_value(self, variable):
         if id(variable) not in self.places:
             return super().get_current_value(variable)
-        name, end = self.places[id(variable)]
-        values = self.slots[name].values(self.tensors[name].read())
-        return ops.convert_to_tensor(values[end], dtype=variable.dtype)
+        slot, end, tensor = self.places[id(variable)]
+        return ops.convert_to_tensor(slot.values(tensor.read())[end], dtype=variable.dtype)

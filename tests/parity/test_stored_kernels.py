@@ -1,15 +1,17 @@
-"""Linear layers stored in 8 bits: against NumPy, and T5 and whole pictures against other code."""
+"""Kernels stored in fewer bits: against NumPy and PyTorch, and whole pictures against diffusers."""
 
 import keras
 import numpy as np
 import pytest
+import torch
 
-from sd_tf.components.geometry import STORAGES, Fixed, geometry_of
-from sd_tf.config import FAMILIES
+from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.config import FAMILIES, storage_text
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.models.branches import Branch, branches
-from sd_tf.models.layers import dense
-from sd_tf.models.storage import CLASSES, Int8Linear, stored_as
+from sd_tf.models.layers import conv, dense, strided_conv
+from sd_tf.models.lowering import TARGETS, lowered
+from sd_tf.models.storage import stored_as
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.psnr import psnr
 from sd_tf.weights import layout
@@ -28,10 +30,10 @@ def normal(*shape):
     return np.random.default_rng(3).standard_normal(shape).astype("float32")
 
 
-def filled(weight, bias=None, dtype="float32"):
-    """A layer in 8 bits with these stored values."""
-    with stored_as("int8"):
-        layer = dense(weight.shape[1], weight.shape[0], bias is not None, dtype)
+def filled(weight, bias=None, dtype="float32", make=dense, storage="int8"):
+    """A layer with these values, which stores its kernel so."""
+    with stored_as(storage):
+        layer = make(weight.shape[1], weight.shape[0], use_bias=bias is not None, dtype=dtype)
     found = layout.slots(layer)
     values = {".weight": weight, ".bias": bias}
     for name, slot in found.items():
@@ -74,6 +76,49 @@ def test_a_product(dtype, bound):
     assert error(y, x @ (values * scale[:, None]).T + bias) <= bound
     rounding = np.abs(x).sum(axis=1)[:, None] * scale / 2
     assert (np.abs(y - (x @ weight.T + bias)) <= rounding + bound * np.abs(y).max()).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("storage", ["int8", "float16"])
+@pytest.mark.parametrize(
+    ("make", "padding", "stride"),
+    [(conv, 1, 1), (strided_conv, 0, 2)],
+    ids=["conv", "strided"],
+)
+def test_a_convolution(make, padding, stride, storage, dtype):
+    """That of PyTorch with the kernel that is stored; nothing is rounded but the kernel."""
+    weight, bias, x = 0.01 * normal(24, 8, 3, 3), normal(24), normal(2, 9, 9, 8)
+    layer = filled(weight, bias, dtype, make, storage)
+    slot = layout.slots(layer)[".weight"]
+    stored = slot.stored("float32")
+    assert slot.shape == weight.shape
+    assert (
+        0
+        < np.abs(stored - weight).max()
+        <= np.abs(weight).max() / (250 if storage == "int8" else 2000)
+    )
+    y = to_numpy(layer(keras.ops.convert_to_tensor(x, dtype)))
+    expected = torch.nn.functional.conv2d(
+        torch.tensor(x).permute(0, 3, 1, 2),
+        torch.tensor(stored),
+        torch.tensor(bias),
+        stride,
+        padding,
+    )
+    bound = 1e-5 if dtype == "float32" else 3e-3
+    assert error(y, expected.permute(0, 2, 3, 1).numpy()) <= bound
+
+
+def test_a_doubling_convolution_in_a_compiled_rewrite():
+    """A kernel that is widened in every call is not transformed beforehand."""
+    weight, x = 0.01 * normal(64, 64, 3, 3), normal(2, 32, 32, 64)
+    layer = filled(weight, make=conv)
+    plain = to_numpy(layer(x, doubled_to=(64, 64)))
+    with lowered(TARGETS["cpu"]):
+        rewritten = to_numpy(layer(x, doubled_to=(64, 64)))
+        same = to_numpy(layer(x))
+    np.testing.assert_allclose(rewritten, plain, atol=1e-4)
+    np.testing.assert_array_equal(same, to_numpy(layer(x)))
 
 
 def test_an_adapter_beside_it():
@@ -158,7 +203,7 @@ def test_a_model_whose_tensors_are_read_when_they_are_used(t5):
     tokens = tokens_of(9)
     loaded = layout.load(CONFIG, tensors, "float32", "test")
     model = layout.abstract_model(CONFIG)
-    with layout.read_when_used(model, counting):
+    with layout.read_when_used((model, counting)):
         context = to_numpy(model(tokens)["context"])
     np.testing.assert_array_equal(context, to_numpy(loaded(tokens)["context"]))
     assert set(read) == set(tensors)
@@ -166,17 +211,34 @@ def test_a_model_whose_tensors_are_read_when_they_are_used(t5):
     assert len(kernels) == len(set(kernels))
 
 
+def storage_of(family, storage, **more):
+    return geometry_of(FAMILIES[family], Fixed(storage=storage, **more)).storage
+
+
 def test_what_can_be_stored():
-    assert tuple(CLASSES) == STORAGES
-    assert issubclass(CLASSES["int8"], Int8Linear)
-    config = FAMILIES["flux-dev"]
-    assert geometry_of(config, Fixed(storage="int8")).storage == {"text_encoder_2": "int8"}
-    assert geometry_of(config, Fixed()).storage == {}
-    with pytest.raises(ExportError, match=r"The storage is int8\. Received: int3"):
-        geometry_of(config, Fixed(storage="int3"))
-    rule = "nothing to store narrower: leave out `storage`. Received: sd1"
-    with pytest.raises(ExportError, match=rule):
-        geometry_of(FAMILIES["sd1"], Fixed(storage="int8"))
+    """All parts but the autoencoders, or those that are named."""
+    assert storage_of("sd1", "int8") == dict.fromkeys(["text_encoder", "unet"], "int8")
+    assert storage_of("flux-dev", "int8:text_encoder_2") == {"text_encoder_2": "int8"}
+    assert storage_of("sd1", "float16:unet,vae") == {"unet": "float16", "vae": "float16"}
+    assert storage_of("sd1", None) == {}
+    assert storage_text(storage_of("sd1", "float16:unet,vae")) == "float16:unet,vae"
+    assert storage_text({}) is None
+    places = storage_of("sd3.5-medium", "int8:text_encoder_3", adapter_slots=1)
+    assert places == {"text_encoder_3": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("storage", "more", "message"),
+    [
+        ("int3", {}, r"The storage is int8 or float16, for all parts .*Received: int3"),
+        ("int8:unit", {}, r"parts are text_encoder, unet, vae\. Received: unit"),
+        ("float16", {"precision": "bfloat16"}, "no narrower than bfloat16, in which this is"),
+        ("int8", {"adapter_slots": 2}, "`adapter_slots`. Received: text_encoder, unet"),
+    ],
+)
+def test_what_cannot_be_stored(storage, more, message):
+    with pytest.raises(ExportError, match=message):
+        storage_of("sd1", storage, **more)
 
 
 def test_whole_pictures(tmp_path):
@@ -186,7 +248,8 @@ def test_whole_pictures(tmp_path):
     ours = drawer(
         tmp_path, {"max_sequence_length": 32}, height=64, width=64, batch_size=2, storage="int8"
     )
-    assert ours.manifest.storage == {"text_encoder_3": "int8"}
+    stored = ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer")
+    assert ours.manifest.storage == dict.fromkeys(stored, "int8")
     noise = np.random.default_rng(0).standard_normal((2, 8, 8, 16)).astype("float32")
     theirs = pipeline(
         PROMPTS,
