@@ -25,10 +25,11 @@ def is_in_graph(manifest: Manifest, component: str) -> bool:
 def keep_weights(manifest: Manifest) -> None:
     """Let oneDNN keep its own copies of weights, in this process, if the export gains from it.
 
-    No weights may change in the process then: places for adapters rule it out.
+    No weights may change in the process then: places for adapters rule it out. Nor does it go with
+    kernels in fewer bits, whose copies would have all.
     """
     gains = any(is_in_graph(manifest, name) for name in manifest.parts)
-    if gains and not manifest.adapters.slots:
+    if gains and not manifest.adapters.slots and not manifest.storage:
         os.environ.setdefault(KEEPS_WEIGHTS, "1")
 
 
