@@ -81,7 +81,7 @@ STAGES = (
     ),
     # Everything.
     Imitates(
-        replace(COMMON, steps=6000, averaging=Averaging(half_life=300), sample_every=1000),
+        replace(COMMON, steps=5000, averaging=Averaging(half_life=300), sample_every=1000),
     ),
 )
 
