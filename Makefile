@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CORE := $(if $(shell nvidia-smi --list-gpus 2> /dev/null),cuda,core)
 
 .PHONY: demo serve check test test-first test-serving test-second test-parity test-full-size
-.PHONY: test-jax test-jax-parity bench-peers lint format clean
+.PHONY: test-jax test-jax-parity bench-peers bench-gpu lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
     "a small yellow heart in the top left on a striped background" \
@@ -54,6 +54,12 @@ bench-peers: $(VENV)/bench.stamp
 	    $(BIN)/sd-tf export --out exports/tiny --batch_size 4
 	$(BIN)/sd-tf bench starts --export_dir exports/tiny \
 	    --json out/peers/report/starts-tiny.json
+
+# The original's job, 3 pictures of 512 px at once, on a GPU: a random SD1.5, ours beside KerasCV, PyTorch
+# and JAX.
+bench-gpu: $(VENV)/bench.stamp
+	$(BIN)/sd-tf bench peers --device gpu --precision bfloat16 --sizes 512 --batch_size 3 --rounds 2 \
+	    --peers kerascv_plain,kerascv,plain,torch,torch_compile,jax --work out/gpu --out out/gpu/report
 
 PYTEST := $(BIN)/python -m pytest --durations=12
 

@@ -5,6 +5,7 @@ import html.parser
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -170,6 +171,39 @@ def test_report(compared):
     assert report.table(content) in text
 
 
+def bench_gpu() -> list[str]:
+    """The command of `make bench-gpu`."""
+    told = subprocess.run(["make", "--dry-run", "bench-gpu"], capture_output=True, text=True).stdout
+    [line] = [line for line in told.replace("\\\n", " ").splitlines() if "bench peers" in line]
+    return shlex.split(line)[1:]
+
+
+def flag(command: list[str], name: str) -> str:
+    return command[command.index(f"--{name}") + 1]
+
+
+def test_bench_gpu_end_to_end(tmp_path):
+    """On the CPU and a small model; those left out here compile for minutes, or are in `RAN`."""
+    command = bench_gpu()
+    assert (flag(command, "device"), flag(command, "batch_size")) == ("gpu", "3")
+    wanted = flag(command, "peers").split(",")
+    assert set(wanted) == set(KINDS) - {"sd_tf", "openvino", "openvino_default"}
+    changed = {"device": "cpu", "sizes": "16", "peers": "kerascv_plain,kerascv,plain,torch"}
+    changed |= {"work": f"{tmp_path}/work", "out": str(tmp_path), "rounds": "1"}
+    for name, value in changed.items():
+        command[command.index(f"--{name}") + 1] = value
+    command += ["--checkpoint", str(micro_folder()), "--steps", "2"]
+    made = subprocess.run([sys.executable, "-m", "sd_tf", *command], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr + made.stdout
+    assert "3 pictures at once, bfloat16, on the CPU" in " ".join(made.stdout.split())
+    content = json.loads((tmp_path / "peers.json").read_text(encoding="utf-8"))
+    [size] = content["sizes"]
+    assert [engine["name"] for engine in size["engines"]] == ["sd_tf", "plain", "torch"]
+    assert [left["name"] for left in size["left_out"]] == ["kerascv_plain", "kerascv"]
+    for peer in size["engines"][1:]:
+        assert all(figures["psnr"] > 25 for figures in peer["stages"].values()), peer["name"]
+
+
 @pytest.mark.long
 def test_targets(compared):
     _, content, _ = compared
@@ -193,6 +227,14 @@ def test_targets(compared):
     assert re.search(r"UNet step, KerasCV \+ XLA / ours +≥ 1\.6 +– +not measured", text)
     assert re.search(r"peak memory of ours +≤ 9 GB +9\.10 GB +not met", text)
     assert "Targets, 512 px" in text_of(report.page(content))
+    content["flags"]["device"] = "gpu"
+    engines["torch"]["name"] = "torch_compile"
+    engines["torch"]["end_to_end"]["ratio"] = 1.31
+    met = {entry["label"]: (entry["value"], entry["met"]) for entry in targets.judged(content)}
+    assert met == {
+        "end to end, torch.compile / ours": (1.31, True),
+        "end to end, KerasCV + XLA / ours": (None, None),
+    }
 
 
 # What is compared
@@ -338,10 +380,11 @@ def test_fill_is_strict():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"peers": ("torch", "x")}, r"`peers` are of kerascv, torch, .* Received: x"),
+        ({"peers": ("torch", "x")}, r"`peers` are of plain, kerascv_plain, .* Received: x"),
         ({"peers": ()}, r"`peers` names at least one, each once. Received: ''"),
         ({"peers": ("jax", "jax")}, r"each once. Received: 'jax,jax'"),
         ({"sizes": (64, 100)}, r"`sizes` are positive multiples of 8. Received: 100"),
+        ({"batch_size": 0}, r"`batch_size` is at least 1. Received: 0"),
         ({"rounds": 0}, r"`rounds` is at least 1. Received: 0"),
         ({"steps": 1}, r"`steps` is 2 to 20: .* Received: 1"),
         ({"checkpoint": "/none"}, r"`checkpoint` is a diffusers folder. Received: '/none'"),
@@ -354,7 +397,9 @@ def test_wrong_options(tmp_path, options, message):
 
 def test_wrong_flags(capsys):
     assert main(["bench", "peers", "--peers", "torch,x"]) == 1
-    assert capsys.readouterr().err.startswith("sd-tf bench peers: --peers are of kerascv, torch,")
+    assert capsys.readouterr().err.startswith(
+        "sd-tf bench peers: --peers are of plain, kerascv_plain,"
+    )
     for flags, message in (
         (
             ["bench", "peers", "--sizes", "big"],

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from sd_tf.bench.peers import report, targets
-from sd_tf.bench.peers.engine import PEERS
+from sd_tf.bench.peers.engine import PEERS, SELDOM
 from sd_tf.bench.peers.measure import ComparisonOptions, failed, measure
 from sd_tf.cli.arguments import names, whole_numbers
 from sd_tf.cli.arguments import report as tell
@@ -17,8 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", type=whole_numbers, default=defaults.sizes, help="pixels (default: 256,512)"
     )
+    parser.add_argument("--batch_size", type=int, default=1, help="pictures at once (default: 1)")
     parser.add_argument(
-        "--peers", type=names, default=PEERS, help=f"of {', '.join(PEERS)} (default: all)"
+        "--peers",
+        type=names,
+        default=defaults.peers,
+        help=f"of {', '.join(PEERS)} (default: all but {' and '.join(SELDOM)})",
     )
     parser.add_argument(
         "--rounds", type=int, default=defaults.rounds, help="turns of each stage (default: 3)"

@@ -10,7 +10,7 @@ SAMPLER = "ddim"  # all engines have it but KerasCV, whose own method takes as m
 GUIDANCE = 7.5
 PROMPT, NEGATIVE = "a lighthouse on a cliff above the sea at sunset, oil painting", ""
 STAGES = ("text_encoder", "unet_step", "decoder")
-OURS = "sd_tf"
+OURS, PLAIN = "sd_tf", "plain"
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Job:
     threads: int
     height: int | None = None  # None: that of the inputs
     width: int | None = None
+    batch_size: int = 1
     device: str = "cpu"  # cpu | gpu
     precision: str = "float32"
     checkpoint: str | None = None
@@ -78,7 +79,9 @@ class Kind:
 
 KINDS = {
     OURS: Kind("sd_tf SavedModels + XLA", "saved_models"),
-    "kerascv": Kind("KerasCV + XLA", "kerascv", devices=("cpu",), precisions=("float32",)),
+    PLAIN: Kind("sd_tf SavedModels", "saved_models"),
+    "kerascv_plain": Kind("KerasCV", "kerascv"),
+    "kerascv": Kind("KerasCV + XLA", "kerascv"),
     "torch": Kind("diffusers, PyTorch eager", "pytorch"),
     "torch_compile": Kind("diffusers, torch.compile", "pytorch"),
     "openvino": Kind(
@@ -90,6 +93,7 @@ KINDS = {
     "jax": Kind("sd_tf on JAX", "jax_models", backend="jax"),
 }
 PEERS = tuple(name for name in KINDS if name != OURS)
+SELDOM = (PLAIN, "kerascv_plain")  # compared where they are asked for: XLA's gain is not new
 # A trainer's only stage is one update of the weights, whose output is the loss.
 UPDATE = "update"
 TRAINERS = {

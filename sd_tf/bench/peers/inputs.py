@@ -10,7 +10,9 @@ from sd_tf.bench.peers.engine import NEGATIVE, PROMPT, SAMPLER
 COLUMNS = ("timestep", "p", "q", "a", "b0")
 
 
-def write(path: Path, checkpoint: str, latent_shape: tuple[int, int, int], steps: int) -> None:
+def write(
+    path: Path, checkpoint: str, latent_shape: tuple[int, int, int], batch_size: int, steps: int
+) -> None:
     """Write the inputs, in a process of its own, because reading a checkpoint imports Keras."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     from sd_tf.sampling.rows import COLUMNS as TABLE_COLUMNS
@@ -24,9 +26,9 @@ def write(path: Path, checkpoint: str, latent_shape: tuple[int, int, int], steps
     np.savez(
         path,
         tokens=opened.tokenizer()([NEGATIVE, PROMPT]),  # (2, 77)
-        context=rng.standard_normal((2, 77, width), "float32"),
-        noise=rng.standard_normal((1, *latent_shape), "float32"),
-        latent=rng.standard_normal((1, *latent_shape), "float32"),  # to decode
+        context=repeated(rng.standard_normal((2, 77, width), "float32"), batch_size),
+        noise=rng.standard_normal((batch_size, *latent_shape), "float32"),
+        latent=rng.standard_normal((batch_size, *latent_shape), "float32"),  # to decode
         rows=rows[:, [TABLE_COLUMNS.index(name) for name in COLUMNS]],  # (steps, 5)
     )
 
@@ -36,6 +38,11 @@ def read(path: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
+def repeated(context: np.ndarray, batch_size: int) -> np.ndarray:
+    """Repeat the negative and the positive prompt's context (2, …) for each picture of a batch."""
+    return np.repeat(context, batch_size, axis=0)
+
+
 def pair(x: np.ndarray) -> np.ndarray:
-    """Repeat the sample for guidance's two predictions."""
+    """Repeat the samples for guidance's two predictions."""
     return np.concatenate([x, x])

@@ -14,7 +14,7 @@ import numpy as np
 
 import sd_tf
 from sd_tf.bench.peers import agreement, apart, folders, inputs
-from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, STAGES, Job
+from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, SELDOM, STAGES, Job
 from sd_tf.bench.peers.flops import unet_flops
 from sd_tf.bench.peers.process import Process
 from sd_tf.bench.plan import BenchError, BenchOptions, why_not_the_same_work
@@ -40,7 +40,8 @@ class ComparisonOptions:
     checkpoint: str | None = None
     work: str = "out/peers"
     sizes: tuple[int, ...] = (256, 512)
-    peers: tuple[str, ...] = PEERS
+    batch_size: int = 1
+    peers: tuple[str, ...] = tuple(name for name in PEERS if name not in SELDOM)
     rounds: int = 3
     steps: int = 4
     precision: str = "float32"
@@ -56,6 +57,8 @@ class ComparisonOptions:
                 raise BenchError(f"`{name}` names at least one, each once. Received: {given!r}")
         if wrong := [size for size in self.sizes if size < 8 or size % 8]:
             raise BenchError(f"`sizes` are positive multiples of 8. Received: {wrong[0]}")
+        if self.batch_size < 1:
+            raise BenchError(f"`batch_size` is at least 1. Received: {self.batch_size}")
         if self.rounds < 1:
             raise BenchError(f"`rounds` is at least 1. Received: {self.rounds}")
         if not WARM_STEPS <= self.steps <= FULL_STEPS:
@@ -108,13 +111,15 @@ class Size:
         self.progress = lambda text: progress(f"{size} px: {text}")
         self.run_folder = work / "run" / str(size)
         self.run_folder.mkdir(parents=True, exist_ok=True)
-        self.export_dir = work / "exports" / f"{size}-{options.precision}"
+        batch = "" if options.batch_size == 1 else f"-{options.batch_size}"
+        self.export_dir = work / "exports" / f"{size}-{options.precision}{batch}"
         self.left_out: list[dict] = []
 
     def measure(self) -> dict:
         self.progress("export …")
         flags = {"height": self.size, "width": self.size, "max_steps": MAX_STEPS}
         flags |= {"precision": self.options.precision, "target": self.options.device}
+        flags["batch_size"] = self.options.batch_size
         export_seconds = folders.export(self.checkpoint, self.export_dir, flags)
         self.manifest = manifest = Manifest.read(self.export_dir)
         latent_shape = manifest.shapes.latent(manifest.shapes.first.size)
@@ -128,6 +133,7 @@ class Size:
             self.run_folder / "inputs.npz",
             str(self.checkpoint),
             latent_shape,
+            self.options.batch_size,
             self.options.steps,
         )
         peers = list(self.options.peers)
@@ -143,7 +149,8 @@ class Size:
         return {
             "size": self.size,
             "export_seconds": export_seconds,
-            "unet_flops": apart(unet_flops, self.checkpoint, latent_shape),
+            "unet_flops": self.options.batch_size
+            * apart(unet_flops, self.checkpoint, latent_shape),
             "matmul_gflops": {name: max(found[name] for found in matmul) for name in matmul[0]},
             "engines": engines,
             "left_out": self.left_out,
@@ -184,6 +191,7 @@ class Size:
             engine=name,
             height=self.size,
             width=self.size,
+            batch_size=options.batch_size,
             steps=options.steps,
             threads=len(os.sched_getaffinity(0)),
             device=options.device,
@@ -218,7 +226,7 @@ class Size:
             return f"It is measured on {', '.join(kind.devices)} only."
         if options.precision not in kind.precisions:
             return f"It computes in {', '.join(kind.precisions)} only."
-        if name == "kerascv":
+        if KINDS[name].module == KINDS["kerascv"].module:
             return why_not_the_same_work(self.manifest, BenchOptions())
         return None
 
@@ -304,7 +312,8 @@ class Running:
         return KINDS[self.name].label + ("" if precision is None else f", {precision}")
 
     def described(self, stages: dict[str, dict], conversion_seconds: float = 0.0) -> dict:
-        calls = {"unet_step": self.process.job.steps - 1 if self.name == OURS else 1}
+        loops = KINDS[self.name].module == KINDS[OURS].module
+        calls = {"unet_step": self.process.job.steps - 1 if loops else 1}
         compiling = [
             (self.firsts[name] - stage["seconds"]["median"]) * calls.get(name, 1)
             for name, stage in stages.items()

@@ -81,9 +81,11 @@ def notes(size: dict) -> list[str]:
 def work(results: dict) -> str:
     flags = results["flags"]
     steps, full = flags["steps"], results["full_steps"]
+    batch = flags["batch_size"]
+    pictures = "one picture" if batch == 1 else f"{batch} pictures at once"
     how = "" if steps == full else f", extrapolated from {steps}"
     return (
-        f"one picture, {flags['precision']}, on the {flags['device'].upper()}; a UNet step is both "
+        f"{pictures}, {flags['precision']}, on the {flags['device'].upper()}; a UNet step is both "
         f"halves of guidance; end to end is {full} steps{how}; medians of {flags['rounds']} turns"
     )
 

@@ -57,7 +57,7 @@ def _memory(size: dict) -> float | None:
     return None if ours is None else ours["peak_memory_bytes"] / 1e9
 
 
-TARGETS = (
+ON_CPU = (
     Target("UNet step, OpenVINO / ours", _ratio("openvino", "unet_step"), 1.2),
     Target("UNet step, KerasCV + XLA / ours", _ratio("kerascv", "unet_step"), 1.6),
     Target("UNet step, PyTorch eager / ours", _ratio("torch", "unet_step"), 1.5),
@@ -66,6 +66,13 @@ TARGETS = (
     Target("UNet step, share of the matmul peak", matmul_share, 100.0, unit=" %"),
     Target("peak memory of ours", _memory, 9.0, at_most=True, unit=" GB"),
 )
+
+
+ON_GPU = (
+    Target("end to end, torch.compile / ours", _ratio("torch_compile", "end_to_end"), 1.3),
+    Target("end to end, KerasCV + XLA / ours", _ratio("kerascv", "end_to_end"), 2.0),
+)
+TARGETS = {"cpu": ON_CPU, "gpu": ON_GPU}
 
 
 def judged(results: dict) -> list[dict]:
@@ -80,5 +87,5 @@ def judged(results: dict) -> list[dict]:
             "met": target.met(size),
         }
         for size in sizes
-        for target in TARGETS
+        for target in TARGETS[results["flags"]["device"]]
     ]

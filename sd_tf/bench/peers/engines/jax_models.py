@@ -29,7 +29,9 @@ def load(job: Job) -> Loaded:
     scale = checkpoint.config.autoencoder.latent_scale
 
     def unet(sample, timestep, context):
-        return call_unet(sample.astype("float32"), np.full(2, timestep, "float32"), context)
+        return call_unet(
+            sample.astype("float32"), np.full(len(sample), timestep, "float32"), context
+        )
 
     def decode(latent):
         return pixels(call_decoder(scale.undo(latent)))

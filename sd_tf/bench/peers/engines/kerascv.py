@@ -1,7 +1,8 @@
-"""KerasCV's pipeline with the checkpoint's weights, its models compiled by XLA."""
+"""KerasCV's pipeline with the checkpoint's weights, its models compiled by XLA or not."""
 
 from collections.abc import Mapping
 
+import keras
 import keras_cv
 import numpy as np
 from keras_cv.src.models.stable_diffusion.clip_tokenizer import SimpleTokenizer
@@ -18,13 +19,16 @@ kcv = keras_cv.models.stable_diffusion
 
 
 def load(job: Job) -> Loaded:
-    model = keras_cv.models.StableDiffusion(job.height, job.width, jit_compile=True)
+    if job.precision != "float32":
+        keras.config.set_dtype_policy(f"mixed_{job.precision}")
+    compiles = job.engine == "kerascv"
+    model = keras_cv.models.StableDiffusion(job.height, job.width, jit_compile=compiles)
     model._tokenizer = SimpleTokenizer(bpe_path=str(VOCABULARY))
     checkpoint = open_checkpoint(job.checkpoint)
     model._text_encoder = text_encoder(checkpoint)
     model._diffusion_model = diffusion_model(checkpoint, job.height, job.width)
     model._decoder = decoder(checkpoint, job.height, job.width)
-    clocks = {name: Stopwatch(getattr(model, name), jit_compile=True) for name in PARTS}
+    clocks = {name: Stopwatch(getattr(model, name), jit_compile=compiles) for name in PARTS}
 
     def draw(steps):
         for clock in clocks.values():
@@ -32,6 +36,7 @@ def load(job: Job) -> Loaded:
         model.text_to_image(
             PROMPT,
             negative_prompt=NEGATIVE,
+            batch_size=job.batch_size,
             num_steps=steps,
             unconditional_guidance_scale=GUIDANCE,
             seed=0,
@@ -46,9 +51,11 @@ def load(job: Job) -> Loaded:
 def _stages(model, given: dict[str, np.ndarray]) -> dict[str, Stage]:
     positions = np.arange(MAX_PROMPT_LENGTH, dtype="int32")[None].repeat(2, axis=0)
     tokens = {"tokens": given["tokens"], "positions": positions}
+    latent = npz.pair(given["noise"])
+    embedding = model._get_timestep_embedding(given["rows"][0, 0], len(latent))
     sample = {
-        "latent": npz.pair(given["noise"]),
-        "timestep_embedding": np.asarray(model._get_timestep_embedding(given["rows"][0, 0], 2)),
+        "latent": latent,
+        "timestep_embedding": np.asarray(embedding),
         "context": given["context"],
     }
     return {

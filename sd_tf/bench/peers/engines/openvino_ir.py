@@ -82,11 +82,11 @@ def precision_of(model: openvino.CompiledModel) -> str:
 def load(job: Job) -> Loaded:
     core, settings = openvino.Core(), settings_for(job)
     given = npz.read(job.inputs)
-    _, height, width, channels = given["noise"].shape
+    batch, height, width, channels = given["noise"].shape
     shapes = {
         TEXT_ENCODER: [given["tokens"].shape],
-        UNET: [(2, channels, height, width), (), given["context"].shape],
-        DECODER: [(1, channels, height, width)],
+        UNET: [(2 * batch, channels, height, width), (), given["context"].shape],
+        DECODER: [(batch, channels, height, width)],
     }
     models = {name: core.read_model(Path(job.ir_dir) / f"{name}.xml") for name in shapes}
     for name, model in models.items():

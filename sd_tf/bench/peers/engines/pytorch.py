@@ -46,6 +46,7 @@ def load(job: Job) -> Loaded:
             width=job.width,
             num_inference_steps=steps,
             guidance_scale=GUIDANCE,
+            num_images_per_prompt=job.batch_size,
             generator=torch.Generator().manual_seed(0),
             callback_on_step_end=note,
         )

@@ -7,7 +7,16 @@ import tensorflow as tf
 
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import solved
-from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, SAMPLER, Job, Loaded, Stage
+from sd_tf.bench.peers.engine import (
+    GUIDANCE,
+    NEGATIVE,
+    PLAIN,
+    PROMPT,
+    SAMPLER,
+    Job,
+    Loaded,
+    Stage,
+)
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.timing import devices, peak_device_memory, timed
 from sd_tf.runtime.chain import open_export
@@ -22,7 +31,8 @@ def load(job: Job) -> Loaded:
         raise BenchError("`device` gpu needs a GPU that TensorFlow sees.")
     manifest, tokenizers = open_export(Path(job.export_dir))
     keep_weights(manifest)
-    replica = SavedModelRunner(Path(job.export_dir), manifest, jit_compile=True, device=None)
+    compiles = job.engine != PLAIN
+    replica = SavedModelRunner(Path(job.export_dir), manifest, jit_compile=compiles, device=None)
     pipe = Pipeline(manifest, [replica], tokenizers, load_seconds=0.0)
 
     def draw(steps):
@@ -67,7 +77,7 @@ def _stages(replica: SavedModelRunner, job: Job) -> dict[str, Stage]:
             unconditional_context=unconditional,
             scheduler=np.int32(replica.manifest.scheduler_number(SAMPLER)),
             num_steps=np.int32(job.steps),
-            seed=np.zeros(1, "int32"),
+            seed=np.zeros(len(noise), "int32"),
             unconditional_guidance_scale=np.float32(GUIDANCE),
             first=np.int32(0),
             start=np.int32(0),
@@ -76,7 +86,7 @@ def _stages(replica: SavedModelRunner, job: Job) -> dict[str, Stage]:
         return np.asarray(outputs["latent"])
 
     return {
-        "text_encoder": Stage(encode, np.concatenate),
+        "text_encoder": Stage(encode, lambda both: np.concatenate([x[:1] for x in both])),
         "unet_step": Stage(
             lambda: segment(job.steps),
             lambda _: solved(noise, segment(1), given["rows"][0]),
