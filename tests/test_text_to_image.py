@@ -16,9 +16,9 @@ from PIL import Image
 from sd_tf.checkpoints import make_random
 from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, bundles, export
-from sd_tf.runtime.call import GUIDANCE, MOST_CHARACTERS
 from sd_tf.runtime.chain import NEEDED
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, Manifest
+from sd_tf.runtime.parameters import GUIDANCE, MOST_CHARACTERS
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.shapes import Shape
 from sd_tf.weights import open_checkpoint

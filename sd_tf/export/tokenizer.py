@@ -35,7 +35,7 @@ from sd_tf.export.tokenizer_tables import (
     shifted,
     take,
 )
-from sd_tf.runtime.call import MOST_CHARACTERS
+from sd_tf.runtime.parameters import MOST_CHARACTERS
 from sd_tf.tokenizer.characters import NUMBER, SPACE
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.tokenizer.tables import (

@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from sd_tf.runtime.call import MOST_CHARACTERS, Call
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.parameters import MOST_CHARACTERS
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.body import DELIVERY, field_of
 from sd_tf.serving.ray_app.images_api.files import BEST
