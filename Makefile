@@ -57,7 +57,7 @@ bench-peers: $(VENV)/bench.stamp
 
 # The original's job, 3 pictures of 512 px at once, on a GPU: a random SD1.5, ours beside KerasCV, PyTorch
 # and JAX.
-bench-gpu: $(VENV)/bench.stamp
+bench-gpu: $(VENV)/bench-gpu.stamp
 	$(BIN)/sd-tf bench peers --device gpu --precision bfloat16 --sizes 512 --batch_size 3 --rounds 2 \
 	    --peers kerascv_plain,kerascv,plain,torch,torch_compile,jax --work out/gpu --out out/gpu/report
 
@@ -133,6 +133,10 @@ $(VENV)/serve.stamp: requirements/serve.txt $(VENV)/core.stamp
 
 $(VENV)/bench.stamp: requirements/bench.txt $(VENV)/core.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
+	touch $@
+
+$(VENV)/bench-gpu.stamp: requirements/bench-gpu.txt $(VENV)/bench.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bench-gpu.txt
 	touch $@
 
 # Programs that tests need: a browser for the page, curl for its command, openssl for TLS.
