@@ -45,6 +45,12 @@ CONFIG = PipelineConfig(
     replace(_SD1.autoencoder, channels=(8, 16), layers_per_block=1, norm_groups=4, sample_size=16),
     _SD1.schedule,
 ).check()
+# Multiples of a TPU's 128 lanes: it pads what is narrower.
+WIDE_CONFIG = replace(
+    CONFIG,
+    text_encoders={"text_encoder": replace(CONFIG.text_encoders["text_encoder"], hidden_size=256)},
+    denoiser=replace(CONFIG.denoiser, channels=(128, 256), context_dim=256, norm_groups=32),
+).check()
 _SDXL = FAMILIES["sdxl-base"]
 _ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2}
 XL_CONFIG = replace(

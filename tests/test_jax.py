@@ -4,7 +4,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import re
 import shutil
 import socket
@@ -34,6 +33,7 @@ from sd_tf.training import memory
 from sd_tf.weights import Checkpoint, CheckpointError, layers_of, open_checkpoint
 from tests import micro
 from tests.exports import CONFIG, micro_folder, small_folder
+from tests.fresh import FRESH, run_python
 from tests.micro_adapters import lora
 from tests.peer_pipelines import check_pictures, psnr
 
@@ -43,7 +43,6 @@ HERE = {"jax": jax.__version__, "jaxlib": jax.lib.__version__}
 PROMPTS = ["a red star", "two cats"]
 SMALL = {"batch_size": 2, "height": 64, "width": 64, "max_steps": 8, "adapter_slots": 2}
 FIXED = Fixed(**SMALL)
-FRESH = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 @pytest.fixture
@@ -70,14 +69,6 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled") / "out"
     compile_pipeline(open_checkpoint(small_folder()), FIXED, make_mesh(), folder)
     return folder
-
-
-def run_python(*arguments, **environment):
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env={**FRESH, **environment}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 # The same pictures as the SavedModels
@@ -520,17 +511,7 @@ def test_wrong_flags(capsys, flags, message):
 
 def test_a_slice_elsewhere(tmp_path, capfd):
     """The TPU's own compiler; its memory figures against the counted weights."""
-    config = replace(
-        micro.CONFIG,
-        text_encoders={
-            "text_encoder": replace(micro.CONFIG.text_encoders["text_encoder"], hidden_size=256)
-        },
-        # Multiples of a TPU's 128 lanes: it pads what is narrower.
-        denoiser=replace(
-            micro.CONFIG.denoiser, channels=(128, 256), context_dim=256, norm_groups=32
-        ),
-    ).check()
-    make_random(config, tmp_path / "checkpoint")
+    make_random(micro.WIDE_CONFIG, tmp_path / "checkpoint")
     flags = ["--topology", "v5e:2x2", "--max_steps", "20", "--sweep"]
     flags += ["--json", str(tmp_path / "figures.json")]
     assert main(["jax", "compile", "--checkpoint", str(tmp_path / "checkpoint"), *flags]) == 0

@@ -7,7 +7,16 @@ import time
 import jax
 
 from sd_tf.cli.arguments import add_json, write_json
-from sd_tf.cli.options import ADDITIONS, OPENING, PLACES, SEVERAL, STORAGE, chosen, opened
+from sd_tf.cli.options import (
+    ADDITIONS,
+    DISABLE_REWRITES,
+    OPENING,
+    PLACES,
+    SEVERAL,
+    STORAGE,
+    chosen,
+    opened,
+)
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig, family_of
@@ -38,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int)
     add_options(parser, SEVERAL)
     parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
-    add_options(parser, [STORAGE])
+    add_options(parser, [STORAGE, DISABLE_REWRITES])
     parser.add_argument("--max_steps", type=int, default=100)
     parser.add_argument("--guidance", choices=GUIDANCE, default="classifier_free")
     parser.add_argument("--guidance_rescale", type=float, default=0.0)
@@ -134,6 +143,7 @@ def _one(options, checkpoint, topology, batch) -> dict:
         guidance=options.guidance,
         guidance_rescale=options.guidance_rescale,
         prompt_chunks=options.prompt_chunks,
+        disabled_rewrites=options.disable_rewrites,
         **chosen(options, PLACES),
     )
     geometry = geometry_of(checkpoint.config, fixed)

@@ -167,6 +167,13 @@ STORAGE = Option(
     "docs/storage.md.",
 )
 
+DISABLE_REWRITES = Option(
+    "disable_rewrites",
+    (),
+    "The target's rewrites to leave out. See docs/performance.md.",
+    names,
+)
+
 PLACES = (
     Option("adapter_slots", 0, "Adapters (LoRA) that can be switched at run time.", int),
     Option("adapter_rank", DEFAULT_RANK, "The highest rank of such an adapter.", int),
@@ -231,12 +238,7 @@ EXPORT = (
         "the best device of this machine, so give gpu to export on a CPU for a GPU.",
         choices=TARGETS,
     ),
-    Option(
-        "disable_rewrites",
-        (),
-        "The target's rewrites to leave out. See docs/performance.md.",
-        names,
-    ),
+    DISABLE_REWRITES,
     Option(
         "components",
         None,

@@ -18,7 +18,6 @@ VERIFY = ("full", "fast", "off")
 class ExportOptions(Fixed):
     jit_compile_text_encoder: bool = False
     target: str | None = None  # of lowering.TARGETS; None: this machine's best device
-    disabled_rewrites: Sequence[str] = ()
     components: Sequence[str] | None = None  # fewer replace those of an export; None: all
     text_to_image: bool = False  # add the SavedModel from prompts to PNG files
     verify: str = "full"
@@ -43,8 +42,6 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Geometry, tup
         refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
     if options.target not in (None, *lowering.TARGETS):
         refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
-    if unknown := [name for name in options.disabled_rewrites if name not in lowering.NAMES]:
-        refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
     if options.text_to_image and set(wanted) != set(known):
         refuse("The text_to_image is exported with all components.", ", ".join(wanted))
     if options.text_to_image and checkpoint.config.t5_encoders:

@@ -100,7 +100,7 @@ def components(
     """Assemble the pipeline's components for the mesh's devices."""
     geometry = geometry_of(checkpoint.config, fixed)
     target = mesh.devices.flat[0].platform
-    return programs.components_of(checkpoint, geometry, fixed.precision, target)
+    return programs.components_of(checkpoint, geometry, fixed, target)
 
 
 def compile_endpoint(

@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from sd_tf.components.build import Component, component, component_names, empty_tokens_of
-from sd_tf.components.geometry import Geometry
+from sd_tf.components.geometry import Fixed, Geometry
+from sd_tf.jax.attention import AttentionKernel
 from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
-from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
+from sd_tf.models.lowering import AS_WRITTEN, ON_JAX, Rewrites, lowered
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.reuse import FEATURES
 from sd_tf.runtime.runner import CALLED
@@ -81,8 +82,10 @@ class JaxComponent:
     def pure(self, endpoint: str, shape: Shape, mesh: Mesh | None = None) -> Callable[..., dict]:
         """Return a function (weights, state, inputs) → outputs.
 
-        On a mesh, the outputs are placed as the next call takes them.
+        On a mesh, the outputs are placed as the next call takes them. Without one, the program has
+        no kernels, so that any device can run it.
         """
+        kernel = None if mesh is None else AttentionKernel(mesh)
 
         def function(weights, state, inputs):
             given = [(variable, weights[name]) for name, variable in self._variables.items()]
@@ -90,7 +93,7 @@ class JaxComponent:
                 size: Packed(**{f.name: weights[prefix + f.name] for f in fields(Packed)})
                 for size, prefix in self._table_prefixes.items()
             }
-            with keras.StatelessScope(state_mapping=given), lowered(self.rewrites):
+            with keras.StatelessScope(state_mapping=given), lowered(self.rewrites, kernel):
                 endpoints = self.component.endpoints(shape, tables)
                 outputs = endpoints[endpoint].function(**state, **inputs)
             if mesh is None:
@@ -143,7 +146,7 @@ def called(component: JaxComponent, shapes: Shapes) -> dict[str, tuple[str, Shap
 
 
 def components_of(
-    checkpoint: Checkpoint, geometry: Geometry, precision: str, target: str
+    checkpoint: Checkpoint, geometry: Geometry, fixed: Fixed, target: str
 ) -> dict[str, JaxComponent]:
     """Assemble all components for cpu, gpu or tpu; nothing is allocated but tables."""
     if keras.backend.backend() != "jax":
@@ -156,10 +159,11 @@ def components_of(
     def build(part: str, dtype: str, storage: str | None):
         return layout.abstract_model(config.components[part], dtype, storage)
 
+    rewrites = ON_JAX[target].without(fixed.disabled_rewrites)
     found = {}
     for name in component_names(config):
-        part = component(name, config, geometry, precision, empty_tokens, build)
-        found[name] = JaxComponent(part, TARGETS[target] if part.is_rewritten else AS_WRITTEN)
+        part = component(name, config, geometry, fixed.precision, empty_tokens, build)
+        found[name] = JaxComponent(part, rewrites if part.is_rewritten else AS_WRITTEN)
     return found
 
 

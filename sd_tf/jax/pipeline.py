@@ -49,6 +49,7 @@ class JaxPipeline(Chain):
         image_prompts: int = 4,
         reuse: int = 1,
         tile: int = 0,
+        disabled_rewrites: Sequence[str] = (),
         compile_cache: str | Path | None = None,
         **opening,
     ) -> "JaxPipeline":
@@ -62,8 +63,8 @@ class JaxPipeline(Chain):
             height, width, batch_sizes, sizes: as for an export.
             storage: of kernels, as for an export; None: in the precision.
             max_steps, guidance, guidance_rescale, prompt_chunks: as for an export.
-            adapter_slots, adapter_rank, adapter_layers, image_prompts, reuse, tile: as
-                for an export.
+            adapter_slots, adapter_rank, adapter_layers, image_prompts, reuse, tile,
+                disabled_rewrites: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `without`,
                 `max_sequence_length`, `lora`, `controlnet`, `ip_adapter`, `image_encoder`,
@@ -99,11 +100,12 @@ class JaxPipeline(Chain):
             image_prompts=image_prompts,
             reuse=reuse,
             tile=tile,
+            disabled_rewrites=disabled_rewrites,
         )
         geometry = geometry_of(checkpoint.config, fixed)
         check_mesh(mesh, *geometry.shapes.batch_sizes)
         target = mesh.devices.flat[0].platform
-        components = programs.components_of(checkpoint, geometry, precision, target)
+        components = programs.components_of(checkpoint, geometry, fixed, target)
         callable_programs = {
             name: {
                 served: component.program(endpoint, mesh, shape)

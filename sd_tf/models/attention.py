@@ -10,7 +10,7 @@ from sd_tf.models.layers import (
     dense,
     pointwise_conv,
 )
-from sd_tf.models.lowering import rewrites
+from sd_tf.models.lowering import attention_kernel, rewrites
 
 # With at least this many keys, the scores of all queries together exceed the processor's cache.
 MANY_KEYS = 1024
@@ -26,7 +26,11 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
     """
     head_dim = q.shape[-1] // num_heads
     scale = head_dim**-0.5 if scale is None else scale
-    wanted = rewrites()
+    wanted, kernel = rewrites(), attention_kernel()
+    if kernel is not None and mask is None and not upcast:
+        h = kernel(q, k, v, num_heads, scale)
+        if h is not None:
+            return h
     if wanted.fused_attention and mask is None and not upcast:
         q, k, v = (ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)) for x in (q, k, v))
         h = ops.dot_product_attention(q, k, v, scale=scale)

@@ -9,6 +9,7 @@ Layers read `rewrites()` while they are traced. Weights and results stay the sam
 """
 
 import contextlib
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 
@@ -23,6 +24,7 @@ class Rewrites:
     query_blocks: bool = False
     fused_attention: bool = False
     graph_kernels: bool = False
+    attention_kernel: bool = False  # which the code that traces brings along
 
     def without(self, names) -> "Rewrites":
         on = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -45,6 +47,9 @@ TARGETS = {
     "tpu": AS_WRITTEN,
 }
 
+# Those of JAX, which lets programs bring kernels of their own for a TPU.
+ON_JAX = TARGETS | {"tpu": Rewrites(attention_kernel=True)}
+
 # bfloat16 on a CPU: XLA widens it there, so SavedModels leave products to the graph's own kernels,
 # each with its bias, as those compute both at once. Nothing is compiled.
 IN_GRAPH = Rewrites(upsample_phases=True, query_blocks=True, graph_kernels=True)
@@ -56,7 +61,11 @@ def in_saved_models(target: str, precision: str, disabled=()) -> Rewrites:
     return (IN_GRAPH if is_in_graph else TARGETS[target]).without(disabled)
 
 
+# (q, k, v, number of heads, scale) → what `scaled_dot_product` gives, or None where it cannot.
+AttentionKernel = Callable[..., object | None]
+
 _rewrites = ContextVar("rewrites", default=AS_WRITTEN)
+_attention_kernel: ContextVar[AttentionKernel | None] = ContextVar("kernel", default=None)
 
 
 def rewrites() -> Rewrites:
@@ -64,11 +73,21 @@ def rewrites() -> Rewrites:
     return _rewrites.get()
 
 
+def attention_kernel() -> AttentionKernel | None:
+    """Return the kernel that attention tries first where a model is being traced."""
+    return _attention_kernel.get() if rewrites().attention_kernel else None
+
+
 @contextlib.contextmanager
-def lowered(wanted: Rewrites):
-    """Trace models with the rewrites `wanted` inside this context."""
-    token = _rewrites.set(wanted)
+def lowered(wanted: Rewrites, kernel: AttentionKernel | None = None):
+    """Trace models with the rewrites `wanted` inside this context.
+
+    Args:
+        kernel: of attention, for the rewrite of that name; None: as without it.
+    """
+    tokens = _rewrites.set(wanted), _attention_kernel.set(kernel)
     try:
         yield
     finally:
-        _rewrites.reset(token)
+        _rewrites.reset(tokens[0])
+        _attention_kernel.reset(tokens[1])
