@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from keras import ops
+from playwright.sync_api import expect
 
 from sd_tf.cli.main import main
 from sd_tf.config.image_prompts import places
@@ -13,11 +14,12 @@ from sd_tf.models.unet import UNet
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
-from sd_tf.runtime.reuse import ReuseRecord
+from sd_tf.runtime.reuse import ReuseRecord, named_reuses
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
 from tests.exports import micro_export, micro_folder, micro_net, pipeline_of
 from tests.fronts import ask, generated, running_front
+from tests.page_browser import artifacts, chromium, opened
 from tests.peer_pipelines import check_pictures, psnr
 
 CALL = {"num_steps": 6, "seed": 3, "guidance_scale": 4.0, "scheduler": "euler"}
@@ -111,8 +113,49 @@ def test_everywhere(folder, pipe, tmp_path, capsys):
         drawn, _ = generated(front, "a star", **CALL, reuse=2)
         status, about = ask(front, "GET", "/about")
         [field] = [field for field in about["fields"] if field["name"] == "reuse"]
+    assert field["named"] == [list(one) for one in named(folder).items()]
     assert (status, field["least"], field["most"], field["default"]) == (200, 1, 3, 1)
     assert np.abs(drawn.astype(int) - expected).max() <= 1
+
+
+def named(folder):
+    manifest = Manifest.read(folder)
+    return named_reuses(manifest.reuse, manifest.verification)
+
+
+def test_what_values_are_called(folder):
+    """By what the export's verification measured, where it did."""
+    figures = {
+        "reuse 1": {"seconds": 3.0, "psnr_db": 999.0},
+        "reuse 2": {"seconds": 2.0, "psnr_db": 26.6},
+    }
+    record = ReuseRecord(most=3, parts=2, channels=8)
+    assert named_reuses(record, {"diffusion_model": figures}) == {
+        1: "exact",
+        2: "2: 1.5 × as fast, 27 dB",
+        3: "3: faster, less exact",
+    }
+    assert all(" × as fast, " in name for every, name in named(folder).items() if every > 1)
+
+
+def test_the_page(folder, tmp_path):
+    with (
+        running_front(folder) as front,
+        chromium() as browser,
+        opened(browser, f"http://{front.http}/") as (page, seen),
+    ):
+        expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+        assert page.locator("#reuse option").all_inner_texts() == list(named(folder).values())
+        page.fill("#prompt", "a star")
+        for every in (1, 2):  # the first is what it is without a choice
+            if every > 1:
+                page.select_option("#reuse", str(every))
+            with page.expect_request("**/generate") as request:
+                page.click("#generate")
+            assert request.value.post_data_json["reuse"] == every
+            expect(page.locator("#state")).to_contain_text("Done in")
+        page.screenshot(path=artifacts(tmp_path) / "reuse.png", full_page=True)
+        assert not seen.errors
 
 
 def test_refusals(tmp_path):

@@ -21,7 +21,7 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.request import adapter_inputs
-from sd_tf.runtime.reuse import REUSE, reuse_input
+from sd_tf.runtime.reuse import REUSE, figure_name, reuse_input
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.runtime.shapes import Shapes
@@ -271,7 +271,7 @@ def _reuse_figures(loaded: SavedModel, sample: Sample, runs: Mapping[int, dict])
         seconds = time.perf_counter() - start
         exact = latent if exact is None else exact
         agreement = psnr(exact, latent, _span(exact))
-        figures[f"reuse {every}"] = {
+        figures[figure_name(every)] = {
             "psnr_db": round(min(agreement, 999.0), 1),
             "seconds": round(seconds, 2),
             "num_steps": int(run["num_steps"]),

@@ -103,6 +103,8 @@ class Parameter:
     most: Bound = None  # of a number; of a text: characters
     # Least, most and step of the slider on the page; None: the bound.
     slider: tuple[float | None, float | None, float] | None = None
+    # The values of a whole number and what the page, which offers them as a choice, calls each.
+    named: Callable[[Manifest], Mapping[int, str]] | None = None
     # The values that a choice takes, the names of a mixture.
     choices: Callable[[Manifest], Sequence[str]] | None = None
     otherwise: Callable[[Manifest], Any] | None = None  # the default where the export decides it

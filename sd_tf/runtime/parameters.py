@@ -34,6 +34,7 @@ from sd_tf.runtime.capabilities import (
 )
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.parameter import NONE, Condition, Kind, parameter
+from sd_tf.runtime.reuse import named_reuses
 
 MOST_CHARACTERS = 10_000  # of a prompt
 STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
@@ -241,7 +242,7 @@ class Parameters:
         "run the UNet's deep layers in every such model call only: faster, less exact (default: 1)",
         least=1,
         most=lambda manifest: manifest.reuse.most,
-        slider=(1, None, 1),
+        named=lambda manifest: named_reuses(manifest.reuse, manifest.verification),
         otherwise=lambda manifest: 1,
         taken_by=REUSING,
     )

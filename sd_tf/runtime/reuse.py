@@ -1,6 +1,8 @@
 """Deep features that an export's loop keeps from one model call to later ones (DeepCache)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,26 @@ class ReuseRecord:
 def reuse_input(record: ReuseRecord, every: int | None) -> dict[str, np.ndarray]:
     """Return the loop's input with which every such model call runs the deep layers."""
     return {} if record.most == 1 else {REUSE: np.int32(every)}
+
+
+def figure_name(every: int) -> str:
+    """Name what a verification found of such a run, in an export's manifest."""
+    return f"{REUSE} {every}"
+
+
+def named_reuses(record: ReuseRecord, verification: Mapping[str, Any]) -> dict[int, str]:
+    """Say what each value of `reuse` gains and costs, as far as the export's verification knows."""
+    figures = verification.get("diffusion_model", {})
+    exact = figures.get(figure_name(1))
+    named = {1: "exact"}
+    for every in range(2, record.most + 1):
+        found = figures.get(figure_name(every))
+        if exact is None or found is None or not found["seconds"]:
+            named[every] = f"{every}: faster, less exact"
+        else:
+            gain = exact["seconds"] / found["seconds"]
+            named[every] = f"{every}: {gain:.1f} × as fast, {found['psnr_db']:.0f} dB"
+    return named
 
 
 NO_REUSE = ReuseRecord(1, 0, 0)

@@ -207,6 +207,8 @@ def form_fields(
         }
         if known.choices is not None:
             field["choices"] = list(known.choices(manifest))
+        if known.named is not None:
+            field["named"] = list(known.named(manifest).items())
         fields += [field] if known.per is None else _of_models(field, known.per.names(manifest))
     if len(manifest.shapes.sizes) > 1:
         fields.append(_size_field(manifest.shapes))

@@ -5,7 +5,7 @@ import * as mixture from "./mixture.js";
 
 const CONTROLS = {
   text: textArea,
-  "whole number": numberInput,
+  "whole number": (field) => (field.named ? namedSelect(field) : numberInput(field)),
   number: numberInput,
   seed: seedInput,
   choice: select,
@@ -18,6 +18,7 @@ const CONTROLS = {
 const MAY_BE_LEFT_OUT = ["text", "picture"]; // labelled optional; the others always have a value
 
 export const isFile = (field) => field.kind === "picture" || field.kind === "mask";
+export const isSelect = ({ kind, named }) => kind === "choice" || kind === "size" || Boolean(named);
 export const isTick = (field) => field.kind === "switch";
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
@@ -65,7 +66,8 @@ function fieldOf(field) {
   );
 }
 
-function hint({ kind, help, least, most }) {
+function hint({ kind, help, named, least, most }) {
+  if (named) return help;
   if (kind === "whole number") return most === null ? `from ${least}` : `${least} to ${most}`;
   return ["number", "mask", "mixture", "switch"].includes(kind) ? help : "";
 }
@@ -120,6 +122,11 @@ function seedInput(field) {
 function select(field) {
   const options = field.choices.map((name) => element("option", { value: name }, name));
   return element("select", { ...common(field), title: sentence(field.help) }, ...options);
+}
+
+function namedSelect(field) {
+  const options = field.named.map(([value, name]) => element("option", { value }, name));
+  return element("select", common(field), ...options);
 }
 
 function sizeSelect(field) {

@@ -2,7 +2,7 @@
 // back into it. Its fields are those that the server describes.
 
 import { byId, element } from "./dom.js";
-import { build, isFile, isNumber, isTick, sentence } from "./fields.js";
+import { build, isFile, isNumber, isSelect, isTick, sentence } from "./fields.js";
 import { gathered, has, spread } from "./lists.js";
 import * as files from "./files.js";
 import * as mixture from "./mixture.js";
@@ -146,7 +146,7 @@ function value(field) {
   const control = byId(field.name);
   if (control.disabled) return null; // a random seed
   if (isTick(field)) return control.checked;
-  if (isNumber(field)) return control.valueAsNumber;
+  if (isNumber(field)) return Number.parseFloat(control.value);
   if (field.kind === "mixture") return mixture.numbers(control.value);
   return control.value === "" && !field.required ? null : control.value;
 }
@@ -269,7 +269,7 @@ function fill(given) {
     if (isTick(field)) byId(field.name).checked = given[field.name] === true;
     else byId(field.name).value = given[field.name] ?? "";
   }
-  for (const field of fields.filter(({ kind }) => kind === "choice" || kind === "size")) {
+  for (const field of fields.filter(isSelect)) {
     if (byId(field.name).value === "") byId(field.name).value = field.default;
   }
   if (typeof given.live === "boolean") byId("live").checked = given.live;
