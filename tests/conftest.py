@@ -81,13 +81,11 @@ def tiny_exports(tmp_path_factory):
 
     def make(batch_size):
         if batch_size not in folders:
+            from sd_tf.config.rewrites import REWRITES
             from sd_tf.export import ExportOptions, export
-            from sd_tf.models import lowering
 
             folder = tmp_path_factory.mktemp("tiny") / "export"
-            options = ExportOptions(
-                batch_size=batch_size, verify="off", disabled_rewrites=lowering.NAMES
-            )
+            options = ExportOptions(batch_size=batch_size, verify="off", disabled_rewrites=REWRITES)
             export(open_checkpoint(TINY_FOLDER), folder, options)
             folders[batch_size] = folder
         return folders[batch_size]

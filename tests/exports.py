@@ -15,8 +15,8 @@ from PIL import Image
 
 from sd_tf.checkpoints import make_random
 from sd_tf.config import FAMILIES, ControlNetConfig, PipelineConfig, SmallDecoderConfig
+from sd_tf.config.rewrites import REWRITES
 from sd_tf.export import ExportOptions, export
-from sd_tf.models import lowering
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.models.small_decoder import SmallDecoder
 from sd_tf.runtime.pipeline import Pipeline
@@ -202,7 +202,7 @@ def shaped_export(folder):
     As it is written, so that one trace serves the batches of a size.
     """
     options = ExportOptions(
-        disabled_rewrites=lowering.NAMES,
+        disabled_rewrites=REWRITES,
         sizes=((16, 16), (16, 24)),
         batch_sizes=(2, 1),
         max_steps=2,

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from sd_tf.checkpoints import make_random
+from sd_tf.config.rewrites import Rewrites
 from sd_tf.jax import JaxPipeline, attention, chips, components, make_mesh
 from sd_tf.jax.attention import AttentionKernel
 from sd_tf.jax.compile import figures_of
 from sd_tf.models.attention import scaled_dot_product
-from sd_tf.models.lowering import Rewrites, lowered
+from sd_tf.models.lowering import lowered
 from sd_tf.runtime.manifest import ExportError
 from tests import micro
 from tests.fresh import run_python

@@ -15,7 +15,6 @@ from absl import flags
 from sd_tf.cli import dispatch, main, options
 from sd_tf.cli.quiet import noise_held_back
 from sd_tf.errors import SdTfError
-from sd_tf.models import lowering
 from tests.exports import micro_export, micro_folder
 
 ROOT = Path(__file__).parent.parent
@@ -99,10 +98,6 @@ def test_the_scripts_take_what_the_commands_take(described, arguments):
         given = {argument.partition("=")[0].removeprefix("--") for argument in arguments}
         names = [{option.name, option.spelling, f"no{option.name}"} for option in described]
         assert all(given & spellings for spellings in names), "every option is tried"
-
-
-def test_targets_are_the_library_s():
-    assert tuple(lowering.TARGETS) == options.TARGETS
 
 
 def leaves(commands, words=()):

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
+from sd_tf.config.rewrites import IN_GRAPH, REWRITES, TARGETS, in_saved_models
 from sd_tf.export import ExportOptions, export
-from sd_tf.models import lowering
 from sd_tf.runtime import graph_kernels
 from sd_tf.runtime.graph_kernels import KEEPS_WEIGHTS, keep_weights
 from sd_tf.runtime.manifest import ExportError, Manifest
@@ -66,8 +66,8 @@ def compiles(graphs):
 def test_the_manifest():
     manifest = Manifest.read(bfloat16_export())
     parts = manifest.components
-    assert parts["diffusion_model"].rewrites == lowering.IN_GRAPH.names
-    assert parts["decoder"].rewrites == lowering.IN_GRAPH.names
+    assert parts["diffusion_model"].rewrites == IN_GRAPH.names
+    assert parts["decoder"].rewrites == IN_GRAPH.names
     assert parts["text_encoder"].rewrites == ()
     figures = manifest.verification["diffusion_model"]
     assert min(figures[kind]["psnr_db"] for kind in ("saved_model", "saved_model_xla")) >= 25
@@ -85,11 +85,11 @@ def test_each_product_has_its_bias(component):
 
 def test_the_other_form_can_be_chosen(tmp_path):
     """By its name, as every rewrite; the rest of the target's are XLA's then."""
-    assert "graph_kernels" in lowering.NAMES
-    found = lowering.in_saved_models("cpu", "bfloat16", ["graph_kernels"])
-    assert found == lowering.TARGETS["cpu"]
+    assert "graph_kernels" in REWRITES
+    found = in_saved_models("cpu", "bfloat16", ["graph_kernels"])
+    assert found == TARGETS["cpu"]
     for target, precision in (("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")):
-        assert lowering.in_saved_models(target, precision) == lowering.TARGETS[target]
+        assert in_saved_models(target, precision) == TARGETS[target]
 
 
 def test_pictures():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from sd_tf.config.rewrites import AS_WRITTEN, REWRITES, TARGETS, Rewrites
 from sd_tf.export.options import ExportOptions, check
 from sd_tf.models import attention, convolution, lowering
-from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
+from sd_tf.models.lowering import lowered
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
@@ -19,7 +20,7 @@ from sd_tf.weights import open_checkpoint
 from tests.exports import shared_export, small_export, small_folder
 
 # One rewrite alone.
-ALONE = {name: Rewrites(**{name: True}) for name in lowering.NAMES}
+ALONE = {name: Rewrites(**{name: True}) for name in REWRITES}
 
 
 def normal(*shape, seed=0):
@@ -75,7 +76,7 @@ def test_upsample_phases(size):
     assert np.abs(ours - theirs).max() <= 2e-6 * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("name", ["as_written", *lowering.NAMES])
+@pytest.mark.parametrize("name", ["as_written", *REWRITES])
 @pytest.mark.parametrize("doubled_to", [None, (32, 32), (31, 32)])
 def test_every_rewrite_leaves_a_convolution_what_it_is(name, doubled_to):
     """Also one that does not apply, and a doubled map that is cut before it is convolved."""

@@ -39,7 +39,7 @@ from sd_tf.bench.soak.soak import attack, until_drawn
 from sd_tf.bench.soak.tally import Tally
 from sd_tf.checkpoints import TINY_FOLDER
 from sd_tf.cli.main import main
-from sd_tf.models import lowering
+from sd_tf.config.rewrites import REWRITES
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.serving.client.client import Client
@@ -619,7 +619,7 @@ def test_a_short_soak(served, tiny_exports, tmp_path):
 
     first = shutil.copytree(served.export_dir, tmp_path / "first")
     soaked.make_checkpoints(tmp_path / "made")
-    options = ExportOptions(batch_size=4, verify="off", disabled_rewrites=lowering.NAMES)
+    options = ExportOptions(batch_size=4, verify="off", disabled_rewrites=REWRITES)
     export(open_checkpoint(tmp_path / "made" / "second"), tmp_path / "second", options)
     exports = {"first": first, "second": tmp_path / "second"}
     cache = served.process.args[served.process.args.index("--compile_cache") + 1]

@@ -24,11 +24,11 @@ from sd_tf.cli.arguments import (
 from sd_tf.components import COMPONENTS
 from sd_tf.components.geometry import GUIDANCE, PRECISIONS
 from sd_tf.config import FAMILIES, SAMPLERS
+from sd_tf.config.rewrites import TARGETS
 from sd_tf.runtime.adapter_places import DEFAULT_LAYERS, DEFAULT_RANK, LAYERS
 
 flags.disclaim_key_flags()  # `--help` shows them as the script's own
 
-TARGETS = ("cpu", "gpu", "tpu")
 EXPORT_DIR = "exports/tiny"
 
 
@@ -236,7 +236,7 @@ EXPORT = (
         None,
         "Hardware to write the compiled graphs for; it is compared when they are loaded. Default: "
         "the best device of this machine, so give gpu to export on a CPU for a GPU.",
-        choices=TARGETS,
+        choices=tuple(TARGETS),
     ),
     DISABLE_REWRITES,
     Option(

@@ -9,7 +9,7 @@ from sd_tf.config import (
     STORAGES,
     PipelineConfig,
 )
-from sd_tf.models import lowering
+from sd_tf.config.rewrites import REWRITES
 from sd_tf.runtime.adapter_places import (
     DEFAULT_LAYERS,
     DEFAULT_RANK,
@@ -47,7 +47,7 @@ class Fixed:
     image_prompts: int = 4  # most pictures of a prompt for each IP-Adapter
     reuse: int = 1  # most model calls that one run of a UNet's deep layers may serve
     tile: int = 0  # most pixels of a side that are decoded or encoded at once; 0: all
-    disabled_rewrites: Sequence[str] = ()  # of those for the hardware: see `models.lowering`
+    disabled_rewrites: Sequence[str] = ()  # of those for the hardware: see `config.rewrites`
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def refuse(rule: str, received) -> None:
 def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
     if fixed.precision not in PRECISIONS:
         refuse(f"The precision is one of {', '.join(PRECISIONS)}.", fixed.precision)
-    if unknown := [name for name in fixed.disabled_rewrites if name not in lowering.NAMES]:
-        refuse(f"Rewrites are {', '.join(lowering.NAMES)}.", ", ".join(unknown))
+    if unknown := [name for name in fixed.disabled_rewrites if name not in REWRITES]:
+        refuse(f"Rewrites are {', '.join(REWRITES)}.", ", ".join(unknown))
     if fixed.image_prompts < 1:
         refuse("A prompt has places for at least 1 picture.", fixed.image_prompts)
     if fixed.reuse < 1:

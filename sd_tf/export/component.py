@@ -18,11 +18,11 @@ import tensorflow as tf
 from sd_tf.components.build import Component, component, empty_tokens_of
 from sd_tf.components.describe import origins
 from sd_tf.components.geometry import Geometry, takes_weights
+from sd_tf.config.rewrites import AS_WRITTEN, Rewrites, in_saved_models
 from sd_tf.export import bundles, verify
 from sd_tf.export.modules import ComponentModule
 from sd_tf.export.options import ExportOptions
 from sd_tf.export.text_to_image import GENERATE, TextToImageModule
-from sd_tf.models import lowering
 from sd_tf.runtime.chain import NEEDED
 from sd_tf.runtime.manifest import (
     TEXT_TO_IMAGE,
@@ -143,12 +143,12 @@ def _part(
     )
 
 
-def _lowering(part: Component, options: ExportOptions) -> tuple[str, lowering.Rewrites]:
+def _lowering(part: Component, options: ExportOptions) -> tuple[str, Rewrites]:
     """Choose the target, and the rewrites for it."""
     target = best_device() if options.target is None else options.target
     if not part.is_rewritten:
-        return target, lowering.AS_WRITTEN
-    return target, lowering.in_saved_models(target, options.precision, options.disabled_rewrites)
+        return target, AS_WRITTEN
+    return target, in_saved_models(target, options.precision, options.disabled_rewrites)
 
 
 def _save(module: tf.Module, path: Path) -> tuple[str, ...]:

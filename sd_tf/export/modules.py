@@ -13,8 +13,9 @@ from keras import ops
 
 from sd_tf.components import Endpoint, Spec
 from sd_tf.components.build import Component
+from sd_tf.config.rewrites import AS_WRITTEN, Rewrites
 from sd_tf.export.bundles import PLACES
-from sd_tf.models.lowering import AS_WRITTEN, Rewrites, lowered, rewrites
+from sd_tf.models.lowering import lowered, rewrites
 from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.shapes import Shapes, Size
 from sd_tf.sampling.packed import Packed

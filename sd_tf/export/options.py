@@ -7,7 +7,7 @@ from sd_tf.components import VISION_ENCODER
 from sd_tf.components.build import component_names
 from sd_tf.components.geometry import Fixed, Geometry, geometry_of, refuse
 from sd_tf.config import family_of
-from sd_tf.models import lowering
+from sd_tf.config.rewrites import TARGETS
 from sd_tf.runtime.manifest import serves
 from sd_tf.weights import Checkpoint
 
@@ -17,7 +17,7 @@ VERIFY = ("full", "fast", "off")
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Fixed):
     jit_compile_text_encoder: bool = False
-    target: str | None = None  # of lowering.TARGETS; None: this machine's best device
+    target: str | None = None  # of TARGETS; None: this machine's best device
     components: Sequence[str] | None = None  # fewer replace those of an export; None: all
     text_to_image: bool = False  # add the SavedModel from prompts to PNG files
     verify: str = "full"
@@ -40,8 +40,8 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Geometry, tup
         )
     if options.verify not in VERIFY:
         refuse(f"Verification is one of {', '.join(VERIFY)}.", options.verify)
-    if options.target not in (None, *lowering.TARGETS):
-        refuse(f"The target is one of {', '.join(lowering.TARGETS)}.", options.target)
+    if options.target not in (None, *TARGETS):
+        refuse(f"The target is one of {', '.join(TARGETS)}.", options.target)
     if options.text_to_image and set(wanted) != set(known):
         refuse("The text_to_image is exported with all components.", ", ".join(wanted))
     if options.text_to_image and checkpoint.config.t5_encoders:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from sd_tf.components import Spec
 from sd_tf.components.build import Component
+from sd_tf.config.rewrites import Rewrites
 from sd_tf.export.modules import (
     TablesBySize,
     Traces,
@@ -20,7 +21,6 @@ from sd_tf.export.modules import (
     signed,
 )
 from sd_tf.export.tokenizer import GraphTokenizer
-from sd_tf.models.lowering import Rewrites
 from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 
 from sd_tf.components.build import Component, component, component_names, empty_tokens_of
 from sd_tf.components.geometry import Fixed, Geometry
+from sd_tf.config.rewrites import AS_WRITTEN, ON_JAX, Rewrites
 from sd_tf.jax.attention import AttentionKernel
 from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import of_value, of_weight, place
-from sd_tf.models.lowering import AS_WRITTEN, ON_JAX, Rewrites, lowered
+from sd_tf.models.lowering import lowered
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.reuse import FEATURES
 from sd_tf.runtime.runner import CALLED

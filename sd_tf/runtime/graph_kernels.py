@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sd_tf.runtime.manifest import ExportError, Manifest
 
-REWRITE = "graph_kernels"  # of `models.lowering`
+REWRITE = "graph_kernels"  # of `config.rewrites`
 KEEPS_WEIGHTS = "TF_ONEDNN_ASSUME_FROZEN_WEIGHTS"  # read once, when a process first computes
 PROCESSOR = Path("/proc/cpuinfo")
 TAKES_BFLOAT16 = ("avx512_bf16", "amx_bf16")

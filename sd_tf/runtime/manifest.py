@@ -104,7 +104,7 @@ class ComponentRecord:
 
     signatures: tuple[str, ...]
     target: str  # cpu | gpu | tpu
-    rewrites: tuple[str, ...]  # of `models.lowering`, in the compiled signatures
+    rewrites: tuple[str, ...]  # of `config.rewrites`, in the compiled signatures
     files: dict[str, dict[str, Any]]  # path below the export → size, and sha256 of the small ones
     # Of its weights: name, format, sha256 of files; merged adapters and embeddings, if any.
     checkpoint: dict[str, Any]

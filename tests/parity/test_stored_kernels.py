@@ -7,10 +7,11 @@ import torch
 
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, storage_text
+from sd_tf.config.rewrites import TARGETS
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.models.branches import Branch, branches
 from sd_tf.models.layers import conv, dense, strided_conv
-from sd_tf.models.lowering import TARGETS, lowered
+from sd_tf.models.lowering import lowered
 from sd_tf.models.storage import stored_as
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.psnr import psnr

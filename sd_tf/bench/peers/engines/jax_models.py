@@ -12,7 +12,8 @@ from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import Job, Loaded, Stage
 from sd_tf.bench.peers.walk import walk
 from sd_tf.bench.plan import BenchError
-from sd_tf.models.lowering import AS_WRITTEN, TARGETS, Rewrites, lowered
+from sd_tf.config.rewrites import AS_WRITTEN, TARGETS, Rewrites
+from sd_tf.models.lowering import lowered
 from sd_tf.weights import open_checkpoint
 
 

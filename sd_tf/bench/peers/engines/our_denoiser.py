@@ -5,7 +5,8 @@ import numpy as np
 
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.engine import CALL, Job, Loaded, Stage
-from sd_tf.models.lowering import TARGETS, lowered
+from sd_tf.config.rewrites import TARGETS
+from sd_tf.models.lowering import lowered
 from sd_tf.weights import open_checkpoint
 
 
