@@ -182,6 +182,7 @@ def flag(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
 
 
+@pytest.mark.long
 def test_bench_gpu_end_to_end(tmp_path):
     """On the CPU and a small model; those left out here compile for minutes, or are in `RAN`."""
     command = bench_gpu()

@@ -82,7 +82,7 @@ def captioned(tmp_path):
 CAT = ("--placeholder_token", TOKEN, "--initializer_token", "cat")
 
 
-@pytest.mark.parametrize("is_xl", [False, True])
+@pytest.mark.parametrize("is_xl", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_command(tmp_path, captioned, is_xl):
     checkpoint = micro_xl_folder() if is_xl else micro_folder()
     run = tmp_path / "run"

@@ -195,6 +195,7 @@ def test_a_run_holds_the_adapter_alone_and_resumes_exactly(tmp_path, capsys):
     assert "--lora_alpha was null, is 4.0; --lora_conv was false, is true" in error
 
 
+@pytest.mark.long
 def test_an_editor_learns_by_an_adapter(tmp_path):
     denoiser = replace(micro.CONFIG.denoiser, in_channels=8)
     config = replace(micro.CONFIG, denoiser=denoiser, latent_inputs="image").check()

@@ -145,6 +145,7 @@ def test_components_of_two_exports_are_not_mixed(tmp_path):
     assert pipe.encode(picture).shape[0] == 2
 
 
+@pytest.mark.long
 def test_several_devices():
     """One replica each, work divided: the pictures are those of one device."""
     code = """

@@ -141,7 +141,7 @@ def models():
     return {name: checkpoint.build(name) for name in ("unet", "vae")}
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("target", TARGETS)
 def test_models_stay_what_they_are(models, target):
     context = normal(2, 77, models["unet"].config.context_dim, seed=2)

@@ -496,6 +496,7 @@ def drawn(exported, tmp_path_factory, broken):
     return folder, given, output
 
 
+@pytest.mark.long
 def test_killed_workers_cost_nothing(drawn, pipe):
     folder, _, output = drawn
     out = folder / "out"

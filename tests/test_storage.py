@@ -53,7 +53,11 @@ def kernels_of(component):
 
 
 @pytest.mark.parametrize(
-    ("stored", "storage", "least"), [(int8_export, "int8", 30), (half_export, "float16", 40)]
+    ("stored", "storage", "least"),
+    [
+        (int8_export, "int8", 30),
+        pytest.param(half_export, "float16", 40, marks=pytest.mark.long),
+    ],
 )
 def test_an_export(stored, storage, least):
     """Its files are smaller by what the kernels save, and it draws what the other draws."""

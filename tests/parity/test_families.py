@@ -207,6 +207,7 @@ def test_distilled_unets(tmp_path, changes):
     close(model(**inputs), run_peer_unet(module, inputs))
 
 
+@pytest.mark.backend(long=True)
 def test_a_step_that_is_told_the_guidance_scale(small_pipelines, tmp_path):
     """LCM's denoiser in our loop; of one step, as each further one adds noise."""
     import diffusers
@@ -259,6 +260,7 @@ def test_a_step_that_is_told_the_guidance_scale(small_pipelines, tmp_path):
     assert not torch.equal(*found)
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.backend(long=True))]
 )

@@ -150,6 +150,7 @@ def test_sdxl_sizes(pair):
     assert psnr(default, pair.ours(PROMPTS[0], **arguments, **sizes).images) < 40
 
 
+@pytest.mark.backend(long=True)
 @of("sd1")
 def test_noise_in_every_step(pair, monkeypatch):
     """Seeds in place of noise: the streams of `sampling.noise` are handed to diffusers."""

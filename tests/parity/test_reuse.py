@@ -44,6 +44,7 @@ def every(pair, request):
     helper.disable()
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("every", [2, 3], indirect=True)
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
 def test_text_to_image(pair, sampler, every):

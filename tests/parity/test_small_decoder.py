@@ -57,6 +57,7 @@ def test_decoder(tmp_path, changes):
         assert torch.equal(again.decode(channels_first(latents)).sample, decoded)
 
 
+@pytest.mark.backend(long=True)
 def test_pictures(tmp_path, small_pipelines):
     """A pipeline whose autoencoder is the small one, and previews beside the large one's."""
     whole, folder = small_pipelines("sd1")

@@ -242,6 +242,7 @@ def test_what_cannot_be_stored(storage, more, message):
         storage_of("sd1", storage, **more)
 
 
+@pytest.mark.backend(long=True)
 def test_whole_pictures(tmp_path):
     pipeline = peer_transformers.random_pipeline("sd3")
     pipeline.save_pretrained(tmp_path / "checkpoint")
