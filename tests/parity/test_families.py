@@ -260,7 +260,6 @@ def test_a_step_that_is_told_the_guidance_scale(small_pipelines, tmp_path):
     assert not torch.equal(*found)
 
 
-@pytest.mark.backend(long=True)
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.backend(long=True))]
 )
