@@ -14,6 +14,9 @@ def programs(tmp_path, monkeypatch):
     monkeypatch.delenv(tools.BROWSER_VARIABLE, raising=False)
     started = []
     monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command))
+    allocator = tmp_path / "libjemalloc.so.2"
+    allocator.touch()
+    monkeypatch.setattr(tools, "ALLOCATOR", str(allocator))
 
     def make(*names):
         for name in names:
@@ -63,3 +66,13 @@ def test_root_on_debian_installs_what_is_missing_alone(programs, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert tools.main() == 0
     assert started == [["apt-get", "update"], tools.install_command(["openssl"])]
+
+
+def test_the_allocator_is_installed_but_not_needed(programs, monkeypatch):
+    started = programs("chromium", "curl", "openssl", "apt-get")
+    monkeypatch.setattr(tools, "ALLOCATOR", "/nowhere/*.so")
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert tools.main() == 0 and started == []
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert tools.main() == 0
+    assert started == [["apt-get", "update"], tools.install_command([], "libjemalloc2")]
