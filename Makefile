@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles a module when it is first imported: most never are.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # TensorFlow's CUDA build where there is a GPU to use it.
 CORE := $(if $(shell nvidia-smi --list-gpus 2> /dev/null),cuda,core)
 
@@ -73,7 +75,8 @@ check: lint
 # memory. A group is a process, so that what TensorFlow traced and keeps does not pile up. The system's
 # programs come before, or the groups that need none of them would begin first. What tests export
 # once (`once` in tests/exports.py), the groups share.
-test: lint $(VENV)/tools.stamp
+test:
+	$(MAKE) --jobs=2 lint $(VENV)/tools.stamp
 	made=$$(mktemp -d) && trap 'rm -rf "$$made"' EXIT && SHARED_EXPORTS="$$made" \
 	    $(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-full-size \
 	    test-parity test-jax test-jax-parity
@@ -125,29 +128,30 @@ format: $(VENV)/test.stamp
 
 $(VENV)/core.stamp: requirements/core.txt requirements/$(CORE).txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/$(CORE).txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) -r requirements/$(CORE).txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/serve.stamp: requirements/serve.txt $(VENV)/core.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/serve.txt
+	$(PIP) -r requirements/serve.txt
 	touch $@
 
 $(VENV)/bench.stamp: requirements/bench.txt $(VENV)/core.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
+	$(PIP) -r requirements/bench.txt
 	touch $@
 
 $(VENV)/bench-gpu.stamp: requirements/bench-gpu.txt $(VENV)/bench.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/bench-gpu.txt
+	$(PIP) -r requirements/bench-gpu.txt
 	touch $@
 
 # Programs that tests need: a browser for the page, curl for its command, openssl for TLS.
-$(VENV)/tools.stamp: $(VENV)/test.stamp tests/tools.py
-	$(BIN)/python -m tests.tools
+$(VENV)/tools.stamp: tests/tools.py
+	$(PYTHON) -m tests.tools
+	mkdir -p $(VENV)
 	touch $@
 
 $(VENV)/test.stamp: requirements/test.txt requirements/bench.txt requirements/serve.txt $(VENV)/core.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+	$(PIP) -r requirements/test.txt
 	touch $@
 
 clean:

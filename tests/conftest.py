@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
     else:
         items[:] = [item for item in items if item.get_closest_marker("backend")]
         for item in items:
-            if item.get_closest_marker("backend").kwargs.get("long"):
+            if any(marker.kwargs.get("long") for marker in item.iter_markers("backend")):
                 item.add_marker("long")
 
 

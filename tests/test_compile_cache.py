@@ -64,6 +64,7 @@ def test_second_process_compiles_nothing(filled):
     assert "damaged" not in errors
 
 
+@pytest.mark.long
 def test_another_program_finds_them_too(filled):
     """XLA's keys hold functions' names, which are the file's, whatever else TensorFlow made."""
     cache, pictures = filled

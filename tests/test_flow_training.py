@@ -37,6 +37,7 @@ SETTINGS = Settings(
     averaging=Averaging(None),
     jit_compile=keras.backend.backend() == "jax",
 )
+LONG_ON_JAX = pytest.mark.backend(long=True)
 NO_T5 = {"text_encoder_3": None, "tokenizer_3": None}
 # The modules of diffusers' train_dreambooth_lora_sd3.py.
 TARGETS = {
@@ -108,7 +109,7 @@ def compare_steps(pipeline, transformer, make, update, optimizer, groups):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("name", ["sd3-without-t5", "sd3.5"])
+@pytest.mark.parametrize("name", ["sd3-without-t5", pytest.param("sd3.5", marks=LONG_ON_JAX)])
 def test_loss_and_gradients_equal_pytorchs(small_pipelines, name):
     """The second is computed again for the gradients."""
     checkpoint, pipeline = opened(small_pipelines, name)

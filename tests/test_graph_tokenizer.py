@@ -68,7 +68,11 @@ def graph_of(tokenizer):
     return GraphTokenizer(tables_of(tokenizer), tokenizer.max_length)
 
 
-@pytest.fixture(scope="module", params=["<|endoftext|>", "!"], ids=["sd1", "sd2"])
+@pytest.fixture(
+    scope="module",
+    params=["<|endoftext|>", pytest.param("!", marks=pytest.mark.long)],
+    ids=["sd1", "sd2"],
+)
 def both(request, tmp_path_factory):
     """transformers' tokenizer, and ours in a graph, with the same padding."""
     folder = tmp_path_factory.mktemp("tokenizer")

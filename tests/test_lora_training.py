@@ -172,6 +172,7 @@ def tune(folder, *more, command="text_to_image"):
     )
 
 
+@pytest.mark.long
 def test_a_run_holds_the_adapter_alone_and_resumes_exactly(tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert tune(whole, "--sample_every", "8", "--save_dtype", "float16") == 0

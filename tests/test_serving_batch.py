@@ -476,6 +476,18 @@ def broken(exported, tmp_path_factory, left_running):
 
 
 @pytest.fixture(scope="module")
+def resumed(broken):
+    """The folder, arguments and output of the driver that went on where `broken` was killed."""
+    out, given, before = broken
+    with driver(given) as (process, own):
+        wait_for(out, "part-*", len(before) + 1, process)
+        own |= descendants(process)
+        output, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+    return out, given, output
+
+
+@pytest.fixture(scope="module")
 def drawn(exported, tmp_path_factory, broken):
     """All prompts, drawn by two workers that are killed; folder and what the command printed.
 
@@ -496,6 +508,19 @@ def drawn(exported, tmp_path_factory, broken):
     return folder, given, output
 
 
+def parameters_of(number, pipe):
+    return {
+        "prompt": PROMPTS[number],
+        "height": 64,
+        "width": 64,
+        "num_steps": 1,
+        "guidance_scale": 7.5,
+        "seed": number,
+        "scheduler": pipe.manifest.default_sampler,
+        "prompt_syntax": "plain",
+    }
+
+
 @pytest.mark.long
 def test_killed_workers_cost_nothing(drawn, pipe):
     folder, _, output = drawn
@@ -505,24 +530,14 @@ def test_killed_workers_cost_nothing(drawn, pipe):
     assert sorted(p.name for p in out.iterdir()) == sorted([".lock", "job.json", *names])
     for name, image in zip(names, expected, strict=True):
         check_equal(np.asarray(Image.open(out / name)), image)
-    parameters, _ = read_parameters(str(out / names[7]))
-    assert parameters == {
-        "prompt": PROMPTS[7],
-        "height": 64,
-        "width": 64,
-        "num_steps": 1,
-        "guidance_scale": 7.5,
-        "seed": 7,
-        "scheduler": pipe.manifest.default_sampler,
-        "prompt_syntax": "plain",
-    }
+    assert read_parameters(str(out / names[7]))[0] == parameters_of(7, pipe)
     assert "0 of 200 rows are done already\n2 workers load the export\n" in output
     assert output.endswith("all 200 rows are done.\n")
 
 
-def test_a_rerun_does_nothing(drawn):
-    folder, given, _ = drawn
-    before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
+def test_a_rerun_does_nothing(resumed):
+    out, given, _ = resumed
+    before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     code = (
         f"import sys; from sd_tf.cli.main import main; status = main({given!r})\n"
         "print(status, [name for name in ('ray', 'tensorflow') if name in sys.modules])"
@@ -531,21 +546,16 @@ def test_a_rerun_does_nothing(drawn):
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert time.perf_counter() - start < 10
     assert result.stdout.splitlines() == [
-        f"{folder / 'out'}: all 200 rows are done, nothing is missing.",
+        f"{out}: all {FEWER} rows are done, nothing is missing.",
         "0 []",
     ]
-    assert before == {path: path.stat().st_mtime_ns for path in (folder / "out").glob("[!.]*")}
+    assert before == {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
 
 
-def test_a_killed_driver_goes_on(drawn, broken):
-    """To the same pictures, metadata included, as a driver that was not killed."""
-    folder, _, _ = drawn
-    out, given, before = broken
-    with driver(given) as (process, own):
-        wait_for(out, "part-*", len(before) + 1, process)
-        own |= descendants(process)
-        output, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error
+def test_a_killed_driver_goes_on(broken, resumed, pipe):
+    """To the pipeline's pictures, metadata included."""
+    _, _, before = broken
+    out, _, output = resumed
     assert f"{len(before) * BATCH} of {FEWER} rows are done already\n" in output
     assert before == {path: path.stat().st_mtime_ns for path in before}
     parts = sorted(out.glob("part-*"))
@@ -555,8 +565,10 @@ def test_a_killed_driver_goes_on(drawn, broken):
     assert table["prompt"].to_pylist() == PROMPTS[:FEWER]
     assert table["seed"].to_pylist() == list(range(FEWER))
     assert set(table["negative_prompt"].to_pylist()) == {None}
-    for identity, png in zip(table["id"].to_pylist(), table["png"].to_pylist(), strict=True):
-        assert png == (folder / "out" / f"{identity}.png").read_bytes()
+    pictures = pipe(PROMPTS[:FEWER], num_steps=1, seed=0).images
+    for number, png in enumerate(table["png"].to_pylist()):
+        check_equal(np.asarray(Image.open(io.BytesIO(png))), pictures[number])
+        assert read_parameters(io.BytesIO(png))[0] == parameters_of(number, pipe)
 
 
 @pytest.mark.long

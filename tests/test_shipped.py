@@ -150,6 +150,7 @@ def test_it_draws_what_it_is_asked_for(pipe, tmp_path):
         assert entry["with"] <= 0.25 * entry["without"], entry
 
 
+@pytest.mark.long
 def test_guidance_helps(pipe):
     """It makes things more like their words, so that the oracle can tell what they are."""
 

@@ -1,6 +1,7 @@
 """Small decoders: what is opened and refused, exports with one, and training."""
 
 import json
+import shutil
 
 import diffusers
 import keras
@@ -113,7 +114,10 @@ def test_previews_are_the_small_decoder_s():
 
 def test_a_small_decoder_draws(tmp_path):
     """In place of the autoencoder's, in an export whose other parts stay."""
-    options = ExportOptions(batch_size=2, height=16, width=16, max_steps=2, verify="fast")
+    shutil.copytree(micro_export(), tmp_path / "x")
+    options = ExportOptions(
+        batch_size=2, height=16, width=16, max_steps=2, components=(DECODER,), verify="fast"
+    )
     export(open_checkpoint(micro_folder(), decoder=micro_decoder()), tmp_path / "x", options)
     manifest = Manifest.read(tmp_path / "x")
     assert set(manifest.components[DECODER].checkpoint["sha256"]) == {DECODER}

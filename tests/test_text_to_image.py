@@ -192,6 +192,7 @@ def test_the_values_are_on_the_disk_once(tmp_path):
     Manifest.read(folder).check_files(folder)
 
 
+@pytest.mark.long
 def test_a_copy_without_links_draws(pipe, tmp_path):
     copy = shutil.copytree(shaped_export(), tmp_path / "copy")
     assert all(path.stat().st_nlink == 1 for path in copy.rglob("*") if path.is_file())

@@ -60,14 +60,14 @@ def test_the_manifest_records_them(folder, files):
 
 
 def test_its_tokenizer_has_the_tokens(folder):
-    pipe = Pipeline.load(folder, jit_compile=False)
+    pipe = pipeline_of(folder)
     assert pipe.count_tokens("a <CAT>s badhand") == 1 + 4 + 1 + 1
     theirs = CLIPTokenizer.from_pretrained(folder / "tokenizer")
     assert theirs.convert_tokens_to_ids(["<cat>", "<cat>_3", "BadHand"]) == [49408, 49411, 49412]
 
 
 def test_a_token_draws_something_else(folder):
-    pipe = Pipeline.load(folder, jit_compile=False)
+    pipe = pipeline_of(folder)
     plain, token, once, written = (
         pipe(prompt, **DRAW).images[0]
         for prompt in ("a cat", "a <cat>", "a <cat> <cat>_2", "a <cat> <cat>_1 <cat>_2 <cat>_3")
@@ -80,7 +80,7 @@ def test_a_token_draws_something_else(folder):
 
 def test_tensorflow_alone_draws_the_same(folder):
     """Prompts with vectors in words and at the end of a chunk, which move on into the next one."""
-    pipe = Pipeline.load(folder, jit_compile=False)
+    pipe = pipeline_of(folder)
     signature = tf.saved_model.load(str(folder / TEXT_TO_IMAGE / "1")).signatures["plain_generate"]
     prompts = ["<Cat>s on a BADHAND", "word " * 73 + "<cat>, and more"]
     files = signature(

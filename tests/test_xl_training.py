@@ -137,7 +137,8 @@ def test_sizes_are_those_of_diffusers_script(tmp_path):
     np.testing.assert_array_equal(time_ids(config, open_source(data, 16), cache), found)
 
 
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [False, True])
 def test_the_command(tmp_path, lora):
     """Whole: a sample sheet, and a checkpoint or an adapter that diffusers loads."""
     flags = ["--lora_rank", "2", "--train_text_encoder"] if lora else []

@@ -130,7 +130,11 @@ def plain(pair, **arguments):
 
 
 @pytest.mark.backend(long=True)
-@pytest.mark.parametrize("numbers", [[0], [1], [0, 1]], ids=["first", "second", "both"])
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param([number], marks=pytest.mark.long) for number in (0, 1)] + [[0, 1]],
+    ids=["first", "second", "both"],
+)
 @of("sd1", "sdxl-base", pytest.param("sd2-v", marks=pytest.mark.long))
 def test_text_to_image(pair, numbers):
     reference, pictures = text_to_image(
