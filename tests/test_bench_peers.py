@@ -4,6 +4,7 @@ import copy
 import html.parser
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -56,6 +57,18 @@ def compared(tmp_path_factory):
     return result.stdout, content, (folder / "peers.html").read_text(encoding="utf-8")
 
 
+COMPILED = """
+import numpy as np
+import openvino
+from sd_tf.bench.peers.engines.openvino_ir import precision_of
+ops = openvino.opset13
+given = ops.parameter([1, 2], np.float32)
+model = openvino.Model([ops.relu(given)], [given])
+hint = {"INFERENCE_PRECISION_HINT": "f32"}
+print(precision_of(openvino.Core().compile_model(model, "CPU", hint)))
+"""
+
+
 def test_an_engine_that_chooses_its_precision():
     """OpenVINO without a hint; and its label says what it took."""
     import openvino
@@ -66,11 +79,11 @@ def test_an_engine_that_chooses_its_precision():
     assert settings_for(Job("openvino", 1, 2, precision="bfloat16"))[hint] == "bf16"
     settings = settings_for(Job("openvino_default", 1, 2, precision="bfloat16"))
     assert hint not in settings and settings["INFERENCE_NUM_THREADS"] == 2
-    ops = openvino.opset13
-    given = ops.parameter([1, 2], np.float32)
-    model = openvino.Model([ops.relu(given)], [given])
-    compiled = openvino.Core().compile_model(model, "CPU", {hint: "f32"})
-    assert precision_of(compiled) == "float32"
+    # It does not start under another allocator, which `make test` has.
+    environment = {**os.environ, "LD_PRELOAD": ""}
+    command = [sys.executable, "-c", COMPILED]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout == "float32\n", result.stderr
     on_another_cpu = SimpleNamespace(get_property={hint: openvino.Type.bf16}.get)
     assert precision_of(on_another_cpu) == "bfloat16"
     process = SimpleNamespace(job=Job("openvino_default", 1, 2))

@@ -20,6 +20,7 @@ from keras_cv.src.models.stable_diffusion.text_encoder import CLIPEmbedding, CLI
 
 from sd_tf.config import FAMILIES, PipelineConfig, with_kerascv_numerics
 from sd_tf.files.tensors import CheckpointError, StoredTensor
+from sd_tf.models.layers import deferred_variables
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.open import KERASCV
 
@@ -128,7 +129,10 @@ def _loaded(build, file: Path | None):
             ) from error
     if not file.is_file():
         raise CheckpointError(f"No such file: {file}")
-    model = build(download_weights=False)
+    with deferred_variables():  # no random values, which the file's would replace
+        model = build(download_weights=False)
+    for variable in model.variables:
+        variable._initialize(np.zeros(variable.shape, variable.dtype))
     try:
         model.load_weights(str(file))
     except (OSError, ValueError) as error:

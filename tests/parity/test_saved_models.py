@@ -21,7 +21,7 @@ from sd_tf.weights import open_checkpoint
 from sd_tf.weights.kerascv import RELEASES, VAE_FILES
 from tests import peers
 from tests.exports import micro_folder
-from tests.parity.test_kerascv import randomize, save_h5
+from tests.parity.test_kerascv import random_model, save_h5
 from tests.peer_pipelines import GUIDANCE, NEGATIVE, PROMPTS, STEPS, check_pictures, psnr
 
 
@@ -147,11 +147,9 @@ def kerascv_model(size):
     """The real class at its one, full size; nothing is downloaded."""
     parts = keras_cv.models.stable_diffusion
     model = keras_cv.models.StableDiffusion(size, size, jit_compile=False)
-    model._text_encoder = randomize(parts.TextEncoder(77, download_weights=False), 1)
-    model._diffusion_model = randomize(
-        parts.DiffusionModel(size, size, 77, download_weights=False), 2
-    )
-    model._decoder = randomize(parts.Decoder(size, size, download_weights=False), 3)
+    model._text_encoder = random_model(parts.TextEncoder, 77, seed=1)
+    model._diffusion_model = random_model(parts.DiffusionModel, size, size, 77, seed=2)
+    model._decoder = random_model(parts.Decoder, size, size, seed=3)
     vocabulary = resources.files("sd_tf") / "data" / VOCABULARY
     model._tokenizer = parts.SimpleTokenizer(bpe_path=str(vocabulary))
     return model
