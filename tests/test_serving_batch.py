@@ -589,7 +589,7 @@ def test_rows_of_their_own_settings(exported, pipe, tmp_path):
         output, error = process.communicate(timeout=300)
     assert process.returncode == 1, error
     assert f"2 rows cannot be drawn, see {out / 'failed.jsonl'}\n" in output
-    assert output.endswith(f"{out}: all 6 rows are done.\n")
+    assert output.endswith(f"{out}: all 6 rows that can be drawn are done.\n")
     failed = [json.loads(line) for line in (out / "failed.jsonl").read_text().splitlines()]
     assert [failure["row"] for failure in failed] == [2, 5]
 

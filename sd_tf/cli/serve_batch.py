@@ -88,15 +88,16 @@ def run(options: argparse.Namespace) -> int:
         folder.claim(job, failures)
         if failures:
             print(f"{len(failures)} rows cannot be drawn, see {out / FAILED}", flush=True)
+        what = f"all {len(rows)} rows{' that can be drawn' if failures else ''}"
         missing = folder.missing(units)
         count = sum(len(unit.rows) for unit in missing)
         if not missing:
-            print(f"{out}: all {len(rows)} rows are done, nothing is missing.")
+            print(f"{out}: {what} are done, nothing is missing.")
         else:
             manifest.check_files(export_dir)
             print(f"{len(rows) - count} of {len(rows)} rows are done already", flush=True)
             _work(folder, missing, options, export_dir, cache)
-            print(f"{out}: all {len(rows)} rows are done.")
+            print(f"{out}: {what} are done.")
     return 1 if failures else 0
 
 
