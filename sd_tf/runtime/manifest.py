@@ -105,7 +105,7 @@ class ComponentRecord:
     signatures: tuple[str, ...]
     target: str  # cpu | gpu | tpu
     rewrites: tuple[str, ...]  # of `config.rewrites`, in the compiled signatures
-    files: dict[str, dict[str, Any]]  # path below the export → size, and sha256 of the small ones
+    files: dict[str, dict[str, Any]]  # path below the export → size; sha256, or a fingerprint
     # Of its weights: name, format, sha256 of files; merged adapters and embeddings, if any.
     checkpoint: dict[str, Any]
 
@@ -239,7 +239,7 @@ class Manifest:
     def check_files(self, folder: Path) -> None:
         """Check that every file is present with its size and unchanged.
 
-        Large files of variables are not read, as TensorFlow compares their checksums.
+        Large files of variables are not read: they are compared when they are loaded.
         """
         for name, component in self.components.items():
             for relative, known in component.files.items():
@@ -360,6 +360,7 @@ UPGRADES = {
 }
 
 LARGE = 1 << 26
+FINGERPRINT = "fingerprint"  # in place of a large file's SHA-256: see `runtime.mapped`
 
 
 def describe_files(folder: Path, component: str) -> dict[str, dict[str, Any]]:
@@ -367,8 +368,12 @@ def describe_files(folder: Path, component: str) -> dict[str, dict[str, Any]]:
     for path in sorted((folder / component).rglob("*")):
         if path.is_file():
             size = path.stat().st_size
-            has_checksums = ".data-" in path.name and size > LARGE
-            hashed = {} if has_checksums else {"sha256": file_hash(path)}
+            if ".data-" in path.name and size > LARGE:
+                from sd_tf.runtime.mapped import fingerprint  # with TensorFlow, which wrote it
+
+                hashed = {FINGERPRINT: fingerprint(path)}
+            else:
+                hashed = {"sha256": file_hash(path)}
             files[str(path.relative_to(folder))] = {"size": size, **hashed}
     return files
 

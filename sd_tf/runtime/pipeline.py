@@ -92,7 +92,8 @@ class SavedModelRunner(LocalRunner):
         compiled = self.jit_compile and component != "text_encoder"
         optimize = not compiled or is_in_graph(self.manifest, component)
         self._check_same(component)
-        loaded = SavedModel(self._folder, component, optimize=optimize, device=self.device)
+        files = self.manifest.components[component].files
+        loaded = SavedModel(self._folder, component, optimize, self.device, files)
         self._check_same(component)
         return loaded
 

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.mapped import MappingLoader, check_large
 
 TAG = "serve"
 # What a session puts around an operation's own message.
@@ -29,9 +30,22 @@ logger = logging.getLogger(__name__)
 class SavedModel:
     """One component of an export: its signatures, arrays in and arrays out."""
 
-    def __init__(self, folder: Path, name: str, optimize: bool = True, device: str | None = None):
-        """Load a component; `optimize` reworks its graph, which does not help what XLA compiles."""
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        optimize: bool = True,
+        device: str | None = None,
+        files: Mapping[str, Mapping] | None = None,
+    ):
+        """Load a component.
+
+        Args:
+            optimize: rework its graph, which does not help what XLA compiles.
+            files: what the manifest says of its files; None: they were written just now.
+        """
         path = folder / name / VERSION_FOLDER
+        is_known = files is None or check_large(folder, files)
         config = tf.compat.v1.ConfigProto(
             device_count={"CPU": len(tf.config.list_logical_devices("CPU"))}
         )
@@ -42,7 +56,10 @@ class SavedModel:
         with self.graph.as_default(), tf.device(device), _without_advice():
             self._session = tf.compat.v1.Session(graph=self.graph, config=config)
             try:
-                content = tf.compat.v1.saved_model.load(self._session, [TAG], str(path))
+                if is_known:
+                    content = MappingLoader(str(path)).load(self._session, [TAG])
+                else:
+                    content = tf.compat.v1.saved_model.load(self._session, [TAG], str(path))
             except (tf.errors.OpError, OSError, ValueError, RuntimeError) as error:
                 raise ExportError(
                     f"{path} cannot be loaded: {message_of(error)}. Copy or export it again."

@@ -55,10 +55,17 @@ def invalid(message: str) -> ModelError:
 class Servable:
     """One loaded SavedModel, and the signatures that its file describes."""
 
-    def __init__(self, folder: Path, name: str, shapes: Shapes, in_graph: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        shapes: Shapes,
+        in_graph: bool = False,
+        files: Mapping[str, Mapping] | None = None,
+    ):
         # Requests to the other components run almost only code that XLA compiles, as a rule.
         is_plain = name in ("text_encoder", TEXT_TO_IMAGE) or in_graph
-        self._loaded = SavedModel(folder, name, optimize=is_plain)
+        self._loaded = SavedModel(folder, name, optimize=is_plain, files=files)
         self._shapes = shapes
 
     @property
@@ -102,7 +109,14 @@ def load(
     tell_widening(manifest)
     tell_misfit(manifest, best_device(), names)
     return {
-        name: Servable(folder, name, manifest.shapes, is_in_graph(manifest, name)) for name in names
+        name: Servable(
+            folder,
+            name,
+            manifest.shapes,
+            is_in_graph(manifest, name),
+            manifest.components[name].files,
+        )
+        for name in names
     }
 
 

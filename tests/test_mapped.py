@@ -1,0 +1,189 @@
+"""Variables whose values are their files' own pages."""
+
+import gc
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from sd_tf.runtime import manifest as manifests
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, describe_files, file_hash
+from sd_tf.runtime.mapped import (
+    VARIABLES,
+    MappingLoader,
+    NotMappedError,
+    check_large,
+    fingerprint,
+    handles_of,
+    mapped_values,
+    read_index,
+)
+from sd_tf.runtime.runner import PLAIN
+from sd_tf.runtime.saved_model import SavedModel
+from tests.exports import adapted_export, micro_export
+
+DECODER = ("decoder", PLAIN + "serving_default", {"latent": np.ones((2, 8, 8, 4), "float32")})
+
+
+def mapped_here() -> set[Path]:
+    """The files of values that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text()
+    return {Path(found) for found in re.findall(r"/\S*\.data-\S+", maps)}
+
+
+def data_files(folder, component):
+    return sorted((folder / component / "1" / "variables").glob("*.data-*"))
+
+
+def run(folder, **options):
+    component, signature, inputs = DECODER
+    loaded = SavedModel(folder, component, optimize=False, **options)
+    return loaded, loaded.run(signature, inputs)["generated_images"]
+
+
+@pytest.mark.parametrize("component", ["decoder", "diffusion_model", TEXT_TO_IMAGE])
+def test_values_are_those_that_tensorflow_reads(component):
+    """Of one data file and of several, with bfloat16's and integers' among them."""
+    model = adapted_export() / component / "1"
+    reader = tf.train.load_checkpoint(str(model / VARIABLES))
+    values = mapped_values(model)
+    names = reader.get_variable_to_shape_map().keys() - {"_CHECKPOINTABLE_OBJECT_GRAPH"}
+    assert values.keys() == names and len(names) > 50
+    for name, value in values.items():
+        np.testing.assert_array_equal(value, reader.get_tensor(name))
+        assert value.dtype == reader.get_variable_to_dtype_map()[name].as_numpy_dtype
+
+
+def test_each_variable_has_the_value_of_its_name():
+    """As the graph's own function restores them."""
+    loader = MappingLoader(str(adapted_export() / "diffusion_model" / "1"))
+    graph = loader.get_meta_graph_def_from_tags(["serve"])
+    with tf.Graph().as_default(), tf.compat.v1.Session() as restored:
+        tf.compat.v1.saved_model.load(restored, ["serve"], loader.export_dir)
+        values = mapped_values(Path(loader.export_dir))
+        found = dict(handles_of(graph))
+        assert found.keys() == values.keys()
+        reads = [
+            tf.raw_ops.ReadVariableOp(
+                resource=restored.graph.get_tensor_by_name(handle), dtype=values[name].dtype
+            )
+            for name, handle in found.items()
+        ]
+        for name, value in zip(found, restored.run(reads), strict=True):
+            np.testing.assert_array_equal(value, values[name])
+
+
+def test_a_component_that_is_loaded_maps_its_file(tmp_path, monkeypatch):
+    """And computes what it computes with its values restored."""
+    folder = shutil.copytree(micro_export(), tmp_path / "export")
+    loaded, found = run(folder)
+    assert set(data_files(folder, "decoder")) <= mapped_here()
+    del loaded
+    gc.collect()
+    with tf.Graph().as_default(), tf.compat.v1.Session() as other:
+        other.run(tf.constant(0))  # TensorFlow lets go of arrays when it runs the next time
+    assert not set(data_files(folder, "decoder")) & mapped_here()
+
+    def refuse(_):
+        raise NotMappedError("for this test")
+        yield
+
+    monkeypatch.setattr("sd_tf.runtime.mapped.handles_of", refuse)
+    restored, expected = run(folder)
+    assert not set(data_files(folder, "decoder")) & mapped_here()
+    np.testing.assert_array_equal(found, expected)
+    assert restored.signatures
+
+
+def test_what_is_written_stays_in_the_process(tmp_path):
+    folder = shutil.copytree(adapted_export(), tmp_path / "export")
+    files = data_files(folder, "diffusion_model")
+    before = [file_hash(file) for file in files]
+    loaded = SavedModel(folder, "diffusion_model", optimize=False)
+    graph = MappingLoader(str(folder / "diffusion_model" / "1"))
+    places = {
+        handle.partition(":")[0]: value
+        for name, handle in handles_of(graph.get_meta_graph_def_from_tags(["serve"]))
+        if "_adapters/" in name
+        for value in [mapped_values(folder / "diffusion_model" / "1")[name]]
+    }
+    rows = {name: np.full_like(value[:2], 7) for name, value in places.items()}
+    assert rows
+    for _ in range(2):  # the second time into the copy
+        loaded.put(rows, 1)
+    name = next(iter(rows))
+    with loaded.graph.as_default():
+        resource = loaded.graph.get_operation_by_name(name).outputs[0]
+        read = tf.raw_ops.ReadVariableOp(resource=resource, dtype=rows[name].dtype)
+        written = loaded._session.run(read)
+    assert (written[1:3] == 7).all() and (written[3:] == places[name][3:]).all()
+    assert before == [file_hash(file) for file in files]
+
+
+# Large files
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """An export all of whose data files are large, and the manifest's record of its decoder."""
+    folder = shutil.copytree(micro_export(), tmp_path / "export")
+    monkeypatch.setattr(manifests, "LARGE", 100)
+    return folder, describe_files(folder, "decoder")
+
+
+def test_large_files_have_fingerprints(large):
+    folder, files = large
+    [file] = data_files(folder, "decoder")
+    known = files.pop(str(file.relative_to(folder)))
+    assert known == {"size": file.stat().st_size, "fingerprint": fingerprint(file)}
+    assert all("sha256" in other for other in files.values())
+
+
+def test_a_fingerprint_is_that_of_farmhash(tmp_path, monkeypatch):
+    monkeypatch.setattr("sd_tf.runtime.mapped.CHUNK", 64)
+    content = np.random.default_rng(0).bytes(100)
+    (tmp_path / "x").write_bytes(content)
+    hashes = tf.fingerprint([content[:64]]), tf.fingerprint([content[64:]])
+    expected = hashlib.sha256(b"".join(one.numpy().tobytes() for one in hashes)).hexdigest()
+    assert fingerprint(tmp_path / "x") == expected
+
+
+def test_a_damaged_large_file_is_refused(large):
+    folder, files = large
+    [file] = data_files(folder, "decoder")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ExportError, match=r"data-00000-of-00001 is not the file .* fingerprint d"):
+        run(folder, files=files)
+
+
+def test_large_files_of_an_older_export_are_restored(large):
+    """TensorFlow compares its own checksums then."""
+    folder, files = large
+    [file] = data_files(folder, "decoder")
+    older = {name: {k: v for k, v in x.items() if k != "fingerprint"} for name, x in files.items()}
+    assert check_large(folder, files) and not check_large(folder, older)
+    loaded, found = run(folder, files=older)
+    assert file not in mapped_here()
+    np.testing.assert_array_equal(found, run(folder, files=files)[1])
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ExportError, match=r"decoder/1 cannot be loaded: .*[Cc]hecksum"):
+        run(folder, files=older)
+    assert loaded.signatures
+
+
+@pytest.mark.parametrize(("place", "reason"), [(-1, "no table"), (-48 - 5, "index is compressed")])
+def test_other_tables_are_not_read(tmp_path, place, reason):
+    """The last block's kind stands before its checksum and the footer."""
+    content = bytearray((micro_export() / "decoder/1" / f"{VARIABLES}.index").read_bytes())
+    content[place] ^= 1
+    (tmp_path / "index").write_bytes(content)
+    with pytest.raises(NotMappedError, match=reason):
+        list(read_index(tmp_path / "index"))
