@@ -26,6 +26,7 @@ from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.saved_model import SavedModel
 from tests.exports import adapted_export, micro_export
 
+WRITTEN_JUST_NOW = {}  # large files, whose fingerprints are compared: none
 DECODER = ("decoder", PLAIN + "serving_default", {"latent": np.ones((2, 8, 8, 4), "float32")})
 
 
@@ -39,9 +40,9 @@ def data_files(folder, component):
     return sorted((folder / component / "1" / "variables").glob("*.data-*"))
 
 
-def run(folder, **options):
+def run(folder, mapped=WRITTEN_JUST_NOW):
     component, signature, inputs = DECODER
-    loaded = SavedModel(folder, component, optimize=False, **options)
+    loaded = SavedModel(folder, component, optimize=False, mapped=mapped)
     return loaded, loaded.run(signature, inputs)["generated_images"]
 
 
@@ -92,18 +93,20 @@ def test_a_component_that_is_loaded_maps_its_file(tmp_path, monkeypatch):
         raise NotMappedError("for this test")
         yield
 
+    copied, expected = run(folder, mapped=None)
     monkeypatch.setattr("sd_tf.runtime.mapped.handles_of", refuse)
-    restored, expected = run(folder)
+    restored, again = run(folder)
     assert not set(data_files(folder, "decoder")) & mapped_here()
-    np.testing.assert_array_equal(found, expected)
-    assert restored.signatures
+    for pictures in (expected, again):
+        np.testing.assert_array_equal(found, pictures)
+    assert copied.signatures and restored.signatures
 
 
 def test_what_is_written_stays_in_the_process(tmp_path):
     folder = shutil.copytree(adapted_export(), tmp_path / "export")
     files = data_files(folder, "diffusion_model")
     before = [file_hash(file) for file in files]
-    loaded = SavedModel(folder, "diffusion_model", optimize=False)
+    loaded = SavedModel(folder, "diffusion_model", optimize=False, mapped={})
     graph = MappingLoader(str(folder / "diffusion_model" / "1"))
     places = {
         handle.partition(":")[0]: value
@@ -159,7 +162,7 @@ def test_a_damaged_large_file_is_refused(large):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(ExportError, match=r"data-00000-of-00001 is not the file .* fingerprint d"):
-        run(folder, files=files)
+        run(folder, files)
 
 
 def test_large_files_of_an_older_export_are_restored(large):
@@ -168,14 +171,14 @@ def test_large_files_of_an_older_export_are_restored(large):
     [file] = data_files(folder, "decoder")
     older = {name: {k: v for k, v in x.items() if k != "fingerprint"} for name, x in files.items()}
     assert check_large(folder, files) and not check_large(folder, older)
-    loaded, found = run(folder, files=older)
+    loaded, found = run(folder, older)
     assert file not in mapped_here()
-    np.testing.assert_array_equal(found, run(folder, files=files)[1])
+    np.testing.assert_array_equal(found, run(folder, files)[1])
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(ExportError, match=r"decoder/1 cannot be loaded: .*[Cc]hecksum"):
-        run(folder, files=older)
+        run(folder, older)
     assert loaded.signatures
 
 

@@ -228,7 +228,7 @@ def compare(
     Args:
         runs: those of `reuse_runs`, which are measured, too.
     """
-    loaded = SavedModel(folder, component, optimize=False)
+    loaded = SavedModel(folder, component, optimize=False, mapped={})  # written just now
     prefixes = {"saved_model": PLAIN, "saved_model_xla": ""}
     if PLAIN + samples[0].endpoint not in loaded.signatures:  # a text encoder, not compiled
         prefixes = {"saved_model": ""}

@@ -43,6 +43,7 @@ class Pipeline(Chain):
         compile_cache: str | Path | None = None,
         devices: Sequence[str] | None = None,
         fixed_weights: bool = False,
+        mapped: bool = True,
     ) -> "Pipeline":
         """Read an export and check its files; nothing is compiled before the first call.
 
@@ -54,6 +55,8 @@ class Pipeline(Chain):
             devices: one replica on each, the images divided among them; None: TensorFlow's choice.
             fixed_weights: no weights change in this process, of whatever models: bfloat16 on a CPU
                 is faster then. It takes effect before anything was computed.
+            mapped: the weights are the export's files themselves, which nobody may write to as long
+                as the pipeline lives; False: copies of them, which take longer to load.
         """
         start = time.perf_counter()
         if compile_cache is not None:
@@ -67,7 +70,9 @@ class Pipeline(Chain):
         devices = [None] if devices is None else [_device(name, known) for name in devices]
         if not devices:
             raise ValueError("At least one device is needed. Received: none")
-        replicas = [SavedModelRunner(folder, manifest, jit_compile, device) for device in devices]
+        replicas = [
+            SavedModelRunner(folder, manifest, jit_compile, device, mapped) for device in devices
+        ]
         layers = layers_of(folder, manifest)
         return cls(manifest, replicas, tokenizers, time.perf_counter() - start, layers)
 
@@ -75,9 +80,16 @@ class Pipeline(Chain):
 class SavedModelRunner(LocalRunner):
     """Runs the SavedModels on one device."""
 
-    def __init__(self, folder: Path, manifest: Manifest, jit_compile: bool, device: str | None):
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        jit_compile: bool,
+        device: str | None,
+        mapped: bool = True,
+    ):
         super().__init__(manifest, jit_compile)
-        self.device = device
+        self.device, self._maps = device, mapped
         self._folder, self._lock = folder, threading.Lock()
         check_weights_change(manifest)
         if jit_compile:
@@ -92,8 +104,8 @@ class SavedModelRunner(LocalRunner):
         compiled = self.jit_compile and component != "text_encoder"
         optimize = not compiled or is_in_graph(self.manifest, component)
         self._check_same(component)
-        files = self.manifest.components[component].files
-        loaded = SavedModel(self._folder, component, optimize, self.device, files)
+        mapped = self.manifest.components[component].files if self._maps else None
+        loaded = SavedModel(self._folder, component, optimize, self.device, mapped)
         self._check_same(component)
         return loaded
 

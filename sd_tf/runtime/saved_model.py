@@ -36,16 +36,17 @@ class SavedModel:
         name: str,
         optimize: bool = True,
         device: str | None = None,
-        files: Mapping[str, Mapping] | None = None,
+        mapped: Mapping[str, Mapping] | None = None,
     ):
         """Load a component.
 
         Args:
             optimize: rework its graph, which does not help what XLA compiles.
-            files: what the manifest says of its files; None: they were written just now.
+            mapped: what the manifest says of its files, whose pages are the variables' values then;
+                None: the values are copied into memory.
         """
         path = folder / name / VERSION_FOLDER
-        is_known = files is None or check_large(folder, files)
+        maps = mapped is not None and check_large(folder, mapped)
         config = tf.compat.v1.ConfigProto(
             device_count={"CPU": len(tf.config.list_logical_devices("CPU"))}
         )
@@ -56,7 +57,7 @@ class SavedModel:
         with self.graph.as_default(), tf.device(device), _without_advice():
             self._session = tf.compat.v1.Session(graph=self.graph, config=config)
             try:
-                if is_known:
+                if maps:
                     content = MappingLoader(str(path)).load(self._session, [TAG])
                 else:
                     content = tf.compat.v1.saved_model.load(self._session, [TAG], str(path))

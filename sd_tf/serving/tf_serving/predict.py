@@ -55,17 +55,10 @@ def invalid(message: str) -> ModelError:
 class Servable:
     """One loaded SavedModel, and the signatures that its file describes."""
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        shapes: Shapes,
-        in_graph: bool = False,
-        files: Mapping[str, Mapping] | None = None,
-    ):
+    def __init__(self, folder: Path, name: str, shapes: Shapes, in_graph: bool = False):
         # Requests to the other components run almost only code that XLA compiles, as a rule.
         is_plain = name in ("text_encoder", TEXT_TO_IMAGE) or in_graph
-        self._loaded = SavedModel(folder, name, optimize=is_plain, files=files)
+        self._loaded = SavedModel(folder, name, optimize=is_plain)
         self._shapes = shapes
 
     @property
@@ -109,14 +102,7 @@ def load(
     tell_widening(manifest)
     tell_misfit(manifest, best_device(), names)
     return {
-        name: Servable(
-            folder,
-            name,
-            manifest.shapes,
-            is_in_graph(manifest, name),
-            manifest.components[name].files,
-        )
-        for name in names
+        name: Servable(folder, name, manifest.shapes, is_in_graph(manifest, name)) for name in names
     }
 
 
