@@ -169,6 +169,7 @@ def test_noise_in_every_step(pair, monkeypatch):
     check_pictures(result.images, reference)
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "dpmpp_2m", "heun", "unipc"])
 @of("sd1")

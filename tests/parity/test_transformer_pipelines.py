@@ -92,6 +92,7 @@ def test_text_to_image(pair, steps, size):
     check(pair, size, steps)
 
 
+@pytest.mark.backend(long=True)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 7.0])
 @of("sd3", "sd3-without-t5")
 def test_negative_prompts(pair, scale):
@@ -131,6 +132,7 @@ def test_skip_layer_guidance(pair):
     assert psnr(skipping, check(pair, steps=12)) < 40
 
 
+@pytest.mark.backend(long=True)
 @of("sd3")
 def test_heun(pair, monkeypatch):
     scheduler = diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
