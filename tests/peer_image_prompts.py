@@ -8,7 +8,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 from sd_tf.export import ExportOptions, export
 from sd_tf.weights import open_checkpoint
 from tests import peers
-from tests.exports import micro_folder, once
+from tests.exports import AS_WRITTEN, micro_folder, once
 
 EMBED, WIDTH, SIDE = 24, 32, 32  # of the encoder: its embedding, its tokens, its pictures
 VISION = {
@@ -115,7 +115,6 @@ def micro_image_adapters(folder):
 @once
 def shown_export(folder):
     """Like `micro_export`, with an IP-Adapter that takes two pictures, and verified."""
-    size = {"batch_size": 2, "height": 16, "width": 16, "max_steps": 2}
-    options = ExportOptions(**size, image_prompts=2, verify="fast")
+    options = ExportOptions(**AS_WRITTEN, image_prompts=2, verify="fast")
     adapter = micro_image_adapters() / "plus.safetensors"
     export(open_checkpoint(micro_folder(), ip_adapter=[adapter]), folder, options)

@@ -460,12 +460,30 @@ def wait_for(folder: Path, pattern: str, count: int, process) -> int:
     return found
 
 
+def drawing(exported, folder):
+    """Arguments that draw the first prompts into a folder's Parquet files."""
+    prompts = parquet(folder / "prompts.parquet", prompt=PROMPTS[:FEWER])
+    return arguments(exported, prompts, folder / "out", "--format", "parquet")
+
+
+@pytest.fixture(scope="module")
+def finished(exported, tmp_path_factory):
+    """The folder and arguments of a job that one driver finished, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    given = drawing(exported, folder)
+    with driver(given) as (process, own):
+        wait_for(folder / "out", "part-*", 1, process)
+        own |= descendants(process)
+        output, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
+    return folder / "out", given, output
+
+
 @pytest.fixture(scope="module")
 def broken(exported, tmp_path_factory, left_running):
     """Folder and arguments of a job whose driver was killed, and the parts that it left."""
     folder = tmp_path_factory.mktemp("broken")
-    prompts = parquet(folder / "prompts.parquet", prompt=PROMPTS[:FEWER])
-    given = arguments(exported, prompts, folder / "out", "--format", "parquet")
+    given = drawing(exported, folder)
     with driver(given, left_running=left_running) as (process, own):
         wait_for(folder / "out", "part-*", 4, process)
         own |= descendants(process)
@@ -473,18 +491,6 @@ def broken(exported, tmp_path_factory, left_running):
     parts = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("part-*")}
     assert 4 <= len(parts) < FEWER // BATCH
     return folder / "out", given, parts
-
-
-@pytest.fixture(scope="module")
-def resumed(broken):
-    """The folder, arguments and output of the driver that went on where `broken` was killed."""
-    out, given, before = broken
-    with driver(given) as (process, own):
-        wait_for(out, "part-*", len(before) + 1, process)
-        own |= descendants(process)
-        output, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error
-    return out, given, output
 
 
 @pytest.fixture(scope="module")
@@ -535,8 +541,30 @@ def test_killed_workers_cost_nothing(drawn, pipe):
     assert output.endswith("all 200 rows are done.\n")
 
 
-def test_a_rerun_does_nothing(resumed):
-    out, given, _ = resumed
+def check_parts(out, pipe):
+    """They hold the pipeline's pictures, metadata included."""
+    parts = sorted(out.glob("part-*"))
+    assert [path.name for path in parts] == [f"part-{i:06d}.parquet" for i in range(len(parts))]
+    table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in parts])
+    assert table["id"].to_pylist() == [f"{number:06d}" for number in range(FEWER)]
+    assert table["prompt"].to_pylist() == PROMPTS[:FEWER]
+    assert table["seed"].to_pylist() == list(range(FEWER))
+    assert set(table["negative_prompt"].to_pylist()) == {None}
+    pictures = pipe(PROMPTS[:FEWER], num_steps=1, seed=0).images
+    for number, png in enumerate(table["png"].to_pylist()):
+        check_equal(np.asarray(Image.open(io.BytesIO(png))), pictures[number])
+        assert read_parameters(io.BytesIO(png))[0] == parameters_of(number, pipe)
+
+
+def test_a_job_draws_all_rows(finished, pipe):
+    out, _, output = finished
+    assert f"0 of {FEWER} rows are done already\n" in output
+    assert output.endswith(f"{out}: all {FEWER} rows are done.\n")
+    check_parts(out, pipe)
+
+
+def test_a_rerun_does_nothing(finished):
+    out, given, _ = finished
     before = {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
     code = (
         f"import sys; from sd_tf.cli.main import main; status = main({given!r})\n"
@@ -552,23 +580,17 @@ def test_a_rerun_does_nothing(resumed):
     assert before == {path: path.stat().st_mtime_ns for path in out.glob("[!.]*")}
 
 
-def test_a_killed_driver_goes_on(broken, resumed, pipe):
-    """To the pipeline's pictures, metadata included."""
-    _, _, before = broken
-    out, _, output = resumed
+@pytest.mark.long
+def test_a_killed_driver_goes_on(broken, pipe):
+    out, given, before = broken
+    with driver(given) as (process, own):
+        wait_for(out, "part-*", len(before) + 1, process)
+        own |= descendants(process)
+        output, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
     assert f"{len(before) * BATCH} of {FEWER} rows are done already\n" in output
     assert before == {path: path.stat().st_mtime_ns for path in before}
-    parts = sorted(out.glob("part-*"))
-    assert [path.name for path in parts] == [f"part-{i:06d}.parquet" for i in range(len(parts))]
-    table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in parts])
-    assert table["id"].to_pylist() == [f"{number:06d}" for number in range(FEWER)]
-    assert table["prompt"].to_pylist() == PROMPTS[:FEWER]
-    assert table["seed"].to_pylist() == list(range(FEWER))
-    assert set(table["negative_prompt"].to_pylist()) == {None}
-    pictures = pipe(PROMPTS[:FEWER], num_steps=1, seed=0).images
-    for number, png in enumerate(table["png"].to_pylist()):
-        check_equal(np.asarray(Image.open(io.BytesIO(png))), pictures[number])
-        assert read_parameters(io.BytesIO(png))[0] == parameters_of(number, pipe)
+    check_parts(out, pipe)
 
 
 @pytest.mark.long
