@@ -139,6 +139,13 @@ def micro_export(folder):
     export(open_checkpoint(micro_folder()), folder, options)
 
 
+def replace_in_micro(folder: Path, checkpoint, components: tuple[str, ...], **options) -> None:
+    """Copy `micro_export`, and replace some of its components."""
+    shutil.copytree(micro_export(), folder)
+    options = ExportOptions(**{**AS_WRITTEN, **options}, components=components)
+    export(checkpoint, folder, options)
+
+
 @once
 def adapted_export(folder):
     """Like `micro_export`, with places for four adapters in all layers; with text_to_image, and
@@ -171,9 +178,8 @@ def micro_net(folder):
 @once
 def steered_export(folder):
     """Like `micro_export`, with two ControlNets, and verified."""
-    options = ExportOptions(**AS_WRITTEN, verify="fast")
-    nets = [micro_net(), micro_net()]
-    export(open_checkpoint(micro_folder(), controlnet=nets), folder, options)
+    checkpoint = open_checkpoint(micro_folder(), controlnet=[micro_net(), micro_net()])
+    replace_in_micro(folder, checkpoint, ("diffusion_model",), verify="fast")
 
 
 @once

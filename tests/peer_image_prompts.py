@@ -5,10 +5,9 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from sd_tf.export import ExportOptions, export
 from sd_tf.weights import open_checkpoint
 from tests import peers
-from tests.exports import AS_WRITTEN, micro_folder, once
+from tests.exports import micro_folder, once, replace_in_micro
 
 EMBED, WIDTH, SIDE = 24, 32, 32  # of the encoder: its embedding, its tokens, its pictures
 VISION = {
@@ -115,6 +114,7 @@ def micro_image_adapters(folder):
 @once
 def shown_export(folder):
     """Like `micro_export`, with an IP-Adapter that takes two pictures, and verified."""
-    options = ExportOptions(**AS_WRITTEN, image_prompts=2, verify="fast")
     adapter = micro_image_adapters() / "plus.safetensors"
-    export(open_checkpoint(micro_folder(), ip_adapter=[adapter]), folder, options)
+    checkpoint = open_checkpoint(micro_folder(), ip_adapter=[adapter])
+    components = ("diffusion_model", "vision_encoder")
+    replace_in_micro(folder, checkpoint, components, image_prompts=2, verify="fast")
