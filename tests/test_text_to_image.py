@@ -116,13 +116,14 @@ def test_tensorflow_alone_draws_what_the_pipeline_draws(pipe, tmp_path):
         call(
             "generate", prompts, shapes.first, given, negative_prompt=NEGATIVE, seed=seeds, **DRAWN
         )
-    for shape in shapes.all:
+    compiled = Shape(1, 16, 24)
+    for shape in (shapes.first, compiled):  # what lies between them takes a minute
         prompts = PROMPTS[2 : 2 + shape.batch_size]
         name = shapes.signature("generate", shape)
         parameters = {"negative_prompt": NEGATIVE, "seed": 3, **DRAWN}
         call(f"plain_{name}", prompts, shape, inputs_of(prompts), **parameters)
         name = shapes.signature("serving_default", shape)
-        prefix = "" if shape == Shape(1, 16, 24) else "plain_"
+        prefix = "" if shape == compiled else "plain_"
         call(prefix + name, prompts, shape, {"prompt": prompts}, num_steps=2, seed=0)
     for ours, theirs in zip(alone(shaped_export(), calls, tmp_path), expected, strict=True):
         check_pixels(ours, theirs)
