@@ -92,7 +92,7 @@ def _run(arguments: list[str]) -> int:
             print(end.code, file=sys.stderr, flush=True)
             return 1
         return end.code or 0
-    except Exception:
+    except Exception:  # as an interpreter ends: a forked child must not go on in the parent's code
         traceback.print_exc()
         return 1
     return 0

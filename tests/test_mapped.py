@@ -48,7 +48,7 @@ def run(folder, mapped=WRITTEN_JUST_NOW):
 
 @pytest.mark.parametrize("component", ["decoder", "diffusion_model", TEXT_TO_IMAGE])
 def test_values_are_those_that_tensorflow_reads(component):
-    """Of one data file and of several, with bfloat16's and integers' among them."""
+    """Of one data file and of several."""
     model = adapted_export() / component / "1"
     reader = tf.train.load_checkpoint(str(model / VARIABLES))
     values = mapped_values(model)

@@ -24,14 +24,13 @@ from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest
 from sd_tf.runtime.parameter import CallError
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.tokenizer.prompts import MOST_WEIGHT, encode, parse, tokenize
-from tests.exports import micro_export, micro_folder, once, pipeline_of
+from tests.exports import MICRO, micro_export, micro_folder, once, pipeline_of
 from tests.test_call import read
 
 TOKENIZER = ClipTokenizer.clip()
 PADDED = ClipTokenizer.clip(pad_token_id=0)  # SD2's: with "!"
 START, END = TOKENIZER.start_token_id, TOKENIZER.end_token_id
 MARKS = "()[]:\\.-10 BREAK"
-SIZE = {"batch_size": 2, "height": 16, "width": 16, "max_steps": 2}
 DRAW = {"num_steps": 2, "seed": 1}
 
 
@@ -193,7 +192,7 @@ def two_chunks(folder):
     from sd_tf.export import ExportOptions, export
     from sd_tf.weights import open_checkpoint
 
-    options = ExportOptions(verify="off", prompt_chunks=2, **SIZE)
+    options = ExportOptions(verify="off", prompt_chunks=2, **MICRO)
     export(open_checkpoint(micro_folder()), folder, options)
 
 
@@ -204,7 +203,7 @@ def pipe(request):
         from sd_tf.jax import JaxPipeline, make_mesh
 
         return JaxPipeline.from_checkpoint(
-            micro_folder(), make_mesh(), "float32", prompt_chunks=request.param, **SIZE
+            micro_folder(), make_mesh(), "float32", prompt_chunks=request.param, **MICRO
         )
     from sd_tf.runtime.pipeline import Pipeline
 
@@ -278,7 +277,7 @@ def test_components_of_one_number_of_chunks(tmp_path):
 
     copy = shutil.copytree(two_chunks(), tmp_path / "copy")
     checkpoint = open_checkpoint(micro_folder())
-    options = ExportOptions(verify="off", components=("decoder",), **SIZE)
+    options = ExportOptions(verify="off", components=("decoder",), **MICRO)
     assert export(checkpoint, copy, options).prompt_chunks == 2
     options = dataclasses.replace(options, components=("diffusion_model",))
     with pytest.raises(ExportError, match=r"must give what the diffusion_model takes.*154"):

@@ -15,10 +15,9 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.psnr import psnr
 from sd_tf.weights import layout, open_checkpoint
 from tests import peer_transformers
-from tests.exports import check_equal, micro_export, micro_folder, once, pipeline_of
+from tests.exports import MICRO, check_equal, micro_export, micro_folder, once, pipeline_of
 
 CALL = {"num_steps": 2, "seed": 1, "guidance_scale": 4.0}
-MICRO = {"batch_size": 2, "height": 16, "width": 16, "max_steps": 2}
 # Bytes that a float32 kernel of that shape saves; in 8 bits, each output has a scale.
 SAVED = {
     "int8": lambda shape: 3 * np.prod(shape) - 4 * shape[-1],

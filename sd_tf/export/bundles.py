@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from sd_tf.files.publish import link
 from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.mapped import VARIABLES
 
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-VARIABLES = "variables/variables"  # of a SavedModel
 DATA = ".data-00000-of-00001"
 WEIGHTS_INDEX = "weights.index"  # beside a divided SavedModel: its first data file is the weights'
 PLACES = "_adapters"  # behind a component's name: the attribute with its places for adapters
