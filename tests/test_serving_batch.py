@@ -537,7 +537,7 @@ def test_killed_workers_cost_nothing(drawn, pipe):
     for name, image in zip(names, expected, strict=True):
         check_equal(np.asarray(Image.open(out / name)), image)
     assert read_parameters(str(out / names[7]))[0] == parameters_of(7, pipe)
-    assert "0 of 200 rows are done already\n2 workers load the export\n" in output
+    assert "0 of 200 rows are done already\nworkers: 2\n" in output
     assert output.endswith("all 200 rows are done.\n")
 
 
@@ -610,7 +610,7 @@ def test_rows_of_their_own_settings(exported, pipe, tmp_path):
     with driver(arguments(exported, prompts, out, "--seed", "100")) as (process, _):
         output, error = process.communicate(timeout=300)
     assert process.returncode == 1, error
-    assert f"2 rows cannot be drawn, see {out / 'failed.jsonl'}\n" in output
+    assert f"rows that cannot be drawn: 2, see {out / 'failed.jsonl'}\n" in output
     assert output.endswith(f"{out}: all 6 rows that can be drawn are done.\n")
     failed = [json.loads(line) for line in (out / "failed.jsonl").read_text().splitlines()]
     assert [failure["row"] for failure in failed] == [2, 5]

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     with Folder.opened(out, options.format) as folder:
         folder.claim(job, failures)
         if failures:
-            print(f"{len(failures)} rows cannot be drawn, see {out / FAILED}", flush=True)
+            print(f"rows that cannot be drawn: {len(failures)}, see {out / FAILED}", flush=True)
         what = f"all {len(rows)} rows{' that can be drawn' if failures else ''}"
         missing = folder.missing(units)
         count = sum(len(unit.rows) for unit in missing)
@@ -122,7 +122,7 @@ def _work(
     made, count = 0, sum(len(unit.rows) for unit in units)
     try:
         with work.connected(wanted) as resources:
-            print(f"{resources.workers} workers load the export", flush=True)
+            print(f"workers: {resources.workers}", flush=True)
             with Progress(count, "rows") as progress:
                 for index, pngs in work.answers(units, model, resources):
                     folder.add(by_index[index], pngs)
