@@ -348,7 +348,8 @@ def test_diffusers_draws_the_same(dit, tmp_path):
     assert np.abs(ours.astype(int) - np.round(255 * theirs)).max() <= 2
 
 
-def test_a_teacher_predicts_what_diffusers_does(dit):
+@pytest.mark.parametrize("guidance", (1.0, 3.0))
+def test_a_teacher_predicts_what_diffusers_does(dit, guidance):
     """Its prediction at another schedule's levels, and with captions of fewer tokens."""
     _, config = dit
     base = open_checkpoint(TINY_FOLDER)
@@ -365,7 +366,7 @@ def test_a_teacher_predicts_what_diffusers_does(dit):
     sigma = np.float32((timesteps + 1) / 1000)
     sigma = (2 * sigma / (1 + sigma))[:, None, None, None]  # shifted by 2
     noisy = (1 - sigma) * latents + sigma * noise
-    ours = imitation.Teacher(base, config)(noisy, timesteps, tokens)
+    ours = imitation.Teacher(base, config)(noisy, timesteps, tokens, guidance=guidance)
 
     norm = np.sqrt((1 - sigma) ** 2 + sigma**2)
     signal, level = (1 - sigma) / norm, sigma / norm
@@ -373,9 +374,13 @@ def test_a_teacher_predicts_what_diffusers_does(dit):
     told = np.interp(
         np.log(sigma / (1 - sigma)).ravel(), np.log((1 - abar) / abar) / 2, np.arange(1000)
     )
-    context, _ = pipeline.encode_prompt(captions, "cpu", 1, False)
+    contexts = pipeline.encode_prompt(captions, "cpu", 1, True)
+    told = torch.tensor(told).float()
     with torch.no_grad():
-        output = pipeline.unet(tensor(noisy / norm), torch.tensor(told).float(), context).sample
+        output, without = (
+            pipeline.unet(tensor(noisy / norm), told, context).sample for context in contexts
+        )
+    output = without + guidance * (output - without)
     output = output.permute(0, 2, 3, 1).numpy()
     expected = (signal + level) * output + (level - signal) * noisy / norm
     assert np.abs(np.array(ours) - expected).max() <= 1e-4 * np.abs(expected).max()

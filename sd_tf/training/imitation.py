@@ -27,24 +27,41 @@ class Teacher(Block):
         (name,) = config.text_encoders
         self.text_encoder = freeze(checkpoint.build(name))
         self.reads = config.text_encoders[name]
+        self.empty = checkpoint.empty_text(name)
         self.tables = tables(config, pupil)
 
-    def call(self, noisy, timesteps, tokens):
+    def call(self, noisy, timesteps, tokens, guidance=1.0):
         """Predict what the pupil is to give.
 
         noisy: latents (B, h, w, C) at the pupil's levels; timesteps (B,), the pupil's; tokens
-        (B, n), of the caption.
+        (B, n), of the caption; guidance, the scale by which it is guided.
         """
         told, scale, p, q = (ops.take(ops.convert_to_tensor(x), timesteps) for x in self.tables)
         missing = self.reads.max_length - tokens.shape[-1]
         tokens = ops.pad(tokens, [[0, 0], [0, missing]], constant_values=self.reads.pad_token_id)
-        context = ops.cast(self.text_encoder(tokens)["context"], "float32")
+        output = self.predicted(of_each(scale) * noisy, told, tokens, guidance)
+        return of_each(p) * noisy + of_each(q) * output
 
-        def of_each(x):
-            return ops.reshape(x, (-1, 1, 1, 1))
+    def predicted(self, latents, told, tokens, guidance):
+        """Predict as the checkpoint itself is asked for it."""
+        if guidance == 1.0:
+            return self.denoised(latents, told, self.text_encoder(tokens)["context"])
+        count = tokens.shape[0]
+        empty = ops.cast(ops.convert_to_tensor(self.empty), tokens.dtype)
+        context = self.text_encoder(ops.concatenate([tokens, empty]))["context"]
+        context = ops.concatenate([context[:count], ops.repeat(context[count:], count, axis=0)])
+        told = ops.concatenate([told, told])
+        output = self.denoised(ops.concatenate([latents, latents]), told, context)
+        with_text, without = ops.split(output, 2)
+        return without + guidance * (with_text - without)
 
-        output = self.denoiser(of_each(scale) * noisy, told, context)
-        return of_each(p) * noisy + of_each(q) * ops.cast(output, "float32")
+    def denoised(self, latents, told, context):
+        return ops.cast(self.denoiser(latents, told, ops.cast(context, "float32")), "float32")
+
+
+def of_each(x):
+    """Put the values of the examples, (B,), beside their latents."""
+    return ops.reshape(x, (-1, 1, 1, 1))
 
 
 def tables(teacher: PipelineConfig, pupil: PipelineConfig) -> tuple[np.ndarray, ...]:
@@ -67,7 +84,9 @@ class Imitation(Denoising):
     """The squared error to a teacher's prediction of the same noisy latents.
 
     Noise that was drawn differs from what can be known of it, most where there is most; the teacher
-    gives what can be known. So gradients vary less, and fewer steps are needed.
+    gives what can be known. So gradients vary less, and fewer steps are needed. Of a guided teacher,
+    the pupil learns what differs from one caption to another first, and it needs less guidance of
+    its own, which multiplies its errors.
     """
 
     def __init__(
@@ -76,11 +95,13 @@ class Imitation(Denoising):
         text_encoders: Sequence[keras.layers.Layer],
         config: PipelineConfig,
         teacher: Teacher,
+        guidance: float = 1.0,
     ):
         super().__init__(denoiser, text_encoders, config, min_snr=None)
-        self.teacher = teacher
+        self.teacher, self.guidance = teacher, guidance
 
     def target(self, batch, noisy):
         tokens = batch[CLIP_TOKENS]
         first = tokens if len(tokens.shape) == 2 else tokens[:, 0]
-        return ops.stop_gradient(self.teacher(noisy, batch["timesteps"], first))
+        predicted = self.teacher(noisy, batch["timesteps"], first, guidance=self.guidance)
+        return ops.stop_gradient(predicted)

@@ -55,10 +55,12 @@ class Imitates(Draws):
     """A stage whose targets are the predictions of a trained model."""
 
     teacher: str = TEACHER
+    guidance: float = 1.0  # of the teacher
 
     def loss(self, models: Models, config: PipelineConfig) -> Imitation:
         encoders = [models[name] for name in config.text_encoders]
-        return Imitation(models[config.denoiser.component], encoders, config, models[self.teacher])
+        denoiser, teacher = models[config.denoiser.component], models[self.teacher]
+        return Imitation(denoiser, encoders, config, teacher, self.guidance)
 
 
 SCENES = 32_000
