@@ -1,10 +1,13 @@
 """`sd-tf bench denoisers`: the same prediction first, then times of all engines."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
 
+from sd_tf.bench.peers.process import Process
 from sd_tf.cli.main import main
 from tests.exports import micro_folder
 
@@ -31,6 +34,32 @@ def test_engines_in_turn(tmp_path, small_pipelines, capsys, pipeline, engines, b
         ratios = np.divide(record["seconds"], found["sd_tf"]["seconds"])
         assert record["theirs_over_ours"] == pytest.approx(np.median(ratios))
     assert f"64 px, batch {batch}, float32" in capsys.readouterr().out
+
+
+def test_an_engine_that_is_killed_leaves_the_others_their_figures(
+    tmp_path, small_pipelines, monkeypatch, capsys
+):
+    """As the system does where one needs more memory than there is."""
+    _, folder = small_pipelines("sd3-without-t5")
+    ask, asked = Process.ask, []
+
+    def killing(self, do, **arguments):
+        asked.append((self.job.engine, do))
+        if (self.job.engine, do) == ("torch", "load"):
+            os.kill(self._process.pid, signal.SIGKILL)
+        return ask(self, do, **arguments)
+
+    monkeypatch.setattr(Process, "ask", killing)
+    flags = ["--checkpoint", str(folder), "--size", "64", "--calls", "1", "--rounds", "2"]
+    places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "report")]
+    assert main(["bench", "denoisers", *flags, *places, "--engines", "torch"]) == 0
+    found = json.loads((tmp_path / "report" / "denoisers.json").read_text())["engines"]
+    assert len(found["sd_tf"]["seconds"]) == 2 and found["sd_tf"]["theirs_over_ours"] == 1.0
+    label = "diffusers, PyTorch eager"
+    reason = f"The system ended the process of {label}, as it does when memory runs out."
+    assert found["torch"] == {"label": label, "seconds": [], "failed": reason}
+    assert asked.count(("torch", "load")) == 1
+    assert f"{reason}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

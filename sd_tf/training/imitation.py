@@ -84,9 +84,9 @@ class Imitation(Denoising):
     """The squared error to a teacher's prediction of the same noisy latents.
 
     Noise that was drawn differs from what can be known of it, most where there is most; the teacher
-    gives what can be known. So gradients vary less, and fewer steps are needed. Of a guided teacher,
-    the pupil learns what differs from one caption to another first, and it needs less guidance of
-    its own, which multiplies its errors.
+    gives what can be known. So gradients vary less, and fewer steps are needed. What a guided
+    teacher predicts depends on the caption the more, and its pupil needs less guidance of its own,
+    which multiplies the pupil's errors.
     """
 
     def __init__(

@@ -43,6 +43,7 @@ class Draws:
     complete: bool = False  # use captions that leave nothing out
     caption_dropout: float = 0.1
     uniform: bool = True  # draw all noise levels equally often
+    sample_guidance: float = 4.0  # of the sample sheets
 
     def loss(self, models: Models, config: PipelineConfig) -> Denoising:
         encoders = [models[name] for name in config.text_encoders]
@@ -257,8 +258,9 @@ def run_stages(
         loss = phase.loss(models, config)
         batches = phase.batches(pictures, latents, config, tokenize)
 
-        def sample(step, stage=stage):
-            contact_sheet(painter.draw(prompts)).save(stage / f"{step:06d}.png")
+        def sample(step, stage=stage, phase=phase):
+            pictures = painter.draw(prompts, guidance_scale=phase.sample_guidance)
+            contact_sheet(pictures).save(stage / f"{step:06d}.png")
 
         begun = recipe.record(stages=number)
         Run(loss, batches, phase.settings, stage, report, sample, depends_on=begun).train()

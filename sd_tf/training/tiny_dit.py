@@ -64,26 +64,32 @@ class Imitates(Draws):
 
 
 SCENES = 32_000
+GUIDED = 3.0  # the teacher's guidance
 COMMON = Settings(
     steps=1000,
-    batch_size=16,
-    learning_rate=1e-3,
+    batch_size=8,  # of the same examples, small batches taught more than batches of 16
+    learning_rate=2.5e-3,
     warm_up=100,
-    averaging=Averaging(half_life=100),
+    averaging=Averaging(half_life=200),
     jit_compile=False,  # TensorFlow's own kernels were faster for these matrices
     save_every=250,
+    sample_every=1000,
 )
 STAGES = (
     # Where things are: the noisiest levels, at which hardly anything but the caption tells it.
     Imitates(
-        replace(COMMON, final_learning_rate=0.3, sample_every=500),
+        replace(COMMON, final_learning_rate=0.5),
         first_timestep=600,
         complete=True,
         caption_dropout=0.0,
+        guidance=GUIDED,
+        sample_guidance=1.5,
     ),
     # Everything.
     Imitates(
-        replace(COMMON, steps=5000, averaging=Averaging(half_life=300), sample_every=1000),
+        replace(COMMON, steps=16_000, averaging=Averaging(half_life=600)),
+        guidance=GUIDED,
+        sample_guidance=1.5,
     ),
 )
 

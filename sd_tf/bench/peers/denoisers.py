@@ -15,11 +15,12 @@ import numpy as np
 from sd_tf.bench.peers import agreement, apart, report
 from sd_tf.bench.peers.engine import CALL, DENOISERS, OURS, Job
 from sd_tf.bench.peers.measure import Progress, versions
-from sd_tf.bench.peers.process import Process
+from sd_tf.bench.peers.process import KilledError, Process
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.report import gigabytes, hardware, machine
 
 TIMESTEP, GUIDANCE = 700.0, 3.5
+FAILED = "failed"  # why an engine has no figures
 HEAD = ("", "seconds a call", "from", "to", "theirs / ours", "first call", "load", "dB", "peak GB")
 
 
@@ -59,9 +60,18 @@ def compare(options: DenoiserOptions, progress: Progress) -> dict:
     found = {name: {"label": DENOISERS[name].label, "seconds": []} for name in engines}
     for round_ in range(options.rounds):
         for name in engines:
+            if FAILED in found[name]:
+                continue
             progress(f"round {round_ + 1} of {options.rounds}: {DENOISERS[name].label} …")
-            _measure(name, options, inputs, work, found)
+            try:
+                _measure(name, options, inputs, work, found)
+            except KilledError as error:
+                if name == OURS:
+                    raise
+                found[name][FAILED] = str(error)
     for record in found.values():
+        if FAILED in record:
+            continue
         pairs = zip(record["seconds"], found[OURS]["seconds"], strict=True)
         record["theirs_over_ours"] = statistics.median(theirs / ours for theirs, ours in pairs)
     return {
@@ -150,8 +160,11 @@ def write_inputs(path: Path, checkpoint: str, size: int) -> dict[str, list[int]]
 
 
 def table(results: dict) -> str:
-    lines = [list(HEAD)]
+    lines, failed = [list(HEAD)], []
     for record in results["engines"].values():
+        if FAILED in record:
+            failed.append(record[FAILED])
+            continue
         seconds = record["seconds"]
         lines.append(
             [
@@ -170,4 +183,4 @@ def table(results: dict) -> str:
         f"One call of the transformer of {results['checkpoint']}, {results['size']} px, "
         f"batch {results['shapes']['latents'][0]}, {results['precision']}."
     )
-    return "\n".join([title, machine(results), "", *report.columns(lines)])
+    return "\n".join([title, machine(results), "", *report.columns(lines), *failed])

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ from sd_tf.bench.plan import BenchError
 from sd_tf.bench.run import LOG_LINES, python_path
 
 PATIENCE = 60  # seconds that a worker may take to end
+
+
+class KilledError(BenchError):
+    """The system ended a worker, as it does when memory runs out."""
 
 
 def environment(job: Job) -> dict[str, str]:
@@ -75,6 +80,11 @@ class Process:
             line = ""
         if not line:
             status = self._process.wait()
+            if status == -signal.SIGKILL:
+                raise KilledError(
+                    f"The system ended the process of {self.label}, "
+                    f"as it does when memory runs out."
+                )
             tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
             raise BenchError("\n".join([f"The process ended with status {status}:", *tail]))
         reply = json.loads(line)
