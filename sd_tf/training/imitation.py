@@ -10,7 +10,7 @@ from sd_tf.components.text_encoder import CLIP_TOKENS
 from sd_tf.config import PipelineConfig
 from sd_tf.models.layers import Block
 from sd_tf.sampling.schedules import PREDICTIONS, Level, convert, training_levels
-from sd_tf.training.losses import Denoising, freeze
+from sd_tf.training.losses import Denoising, freeze, of_each
 from sd_tf.weights import Checkpoint
 
 
@@ -57,11 +57,6 @@ class Teacher(Block):
 
     def denoised(self, latents, told, context):
         return ops.cast(self.denoiser(latents, told, ops.cast(context, "float32")), "float32")
-
-
-def of_each(x):
-    """Put the values of the examples, (B,), beside their latents."""
-    return ops.reshape(x, (-1, 1, 1, 1))
 
 
 def tables(teacher: PipelineConfig, pupil: PipelineConfig) -> tuple[np.ndarray, ...]:

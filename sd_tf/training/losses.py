@@ -18,6 +18,11 @@ from sd_tf.sampling.schedules import training_levels
 HINT = "hint"  # the batch's control pictures
 
 
+def of_each(values):
+    """Turn values of the examples, (B,), into factors (B, 1, 1, 1) of their latents."""
+    return ops.reshape(values, (-1, 1, 1, 1))
+
+
 class Autoencoding(Block):
     """The autoencoder's loss: L1 and squared error, with a small weight on the KL divergence."""
 
@@ -124,14 +129,13 @@ class Denoising(Block):
         squared = ops.square(output - self.target(batch, noisy))
         weight = self.at(self.weight, batch)
         if "weights" in batch:
-            weight = weight * ops.reshape(batch["weights"], (-1, 1, 1, 1))
+            weight = weight * of_each(batch["weights"])
         loss = ops.mean(weight * squared)
         return loss, {"loss": loss, "mse": ops.mean(squared)}
 
     def at(self, table, batch):
         """Look up the value (B, 1, 1, 1) of each example's timestep."""
-        values = ops.take(ops.convert_to_tensor(table), batch["timesteps"])
-        return ops.reshape(values, (-1, 1, 1, 1))
+        return of_each(ops.take(ops.convert_to_tensor(table), batch["timesteps"]))
 
     def target(self, batch, noisy):
         """Return what the denoiser is to give of the noisy latents."""
@@ -195,7 +199,7 @@ class Editing(Block):
             deviation = ops.exp(0.5 * ops.cast(log_variance, "float32"))
         mode, mean, deviation = (ops.cast(x, "float32") for x in (mode, mean, deviation))
         latents = self.scale.apply(mean + deviation * batch["posterior"])
-        beside = mode * ops.reshape(batch["has_picture"], (-1, 1, 1, 1))
+        beside = mode * of_each(batch["has_picture"])
         return self.denoising({**batch, "latents": latents, "beside": beside})
 
 

@@ -26,6 +26,7 @@ from sd_tf.training.trainer import Run, alone_in
 from sd_tf.weights import save_folder
 
 Models = Mapping[str, keras.layers.Layer]  # by component
+GUIDANCE = 4.0  # that suits the checkpoint
 VOCABULARY_SCENES = 4000  # scenes from whose captions the words of the world are collected
 
 
@@ -43,7 +44,11 @@ class Draws:
     complete: bool = False  # use captions that leave nothing out
     caption_dropout: float = 0.1
     uniform: bool = True  # draw all noise levels equally often
-    sample_guidance: float = 4.0  # of the sample sheets
+
+    @property
+    def sample_guidance(self) -> float:
+        """The guidance of the sample sheets."""
+        return GUIDANCE
 
     def loss(self, models: Models, config: PipelineConfig) -> Denoising:
         encoders = [models[name] for name in config.text_encoders]

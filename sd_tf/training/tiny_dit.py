@@ -23,7 +23,7 @@ from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import freeze
 from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.settings import Averaging, Settings
-from sd_tf.training.tiny import Draws, Models, record_of, run_stages
+from sd_tf.training.tiny import GUIDANCE, Draws, Models, record_of, run_stages
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint, layout, open_checkpoint, save_folder
 
@@ -57,6 +57,10 @@ class Imitates(Draws):
     teacher: str = TEACHER
     guidance: float = 1.0  # of the teacher
 
+    @property
+    def sample_guidance(self) -> float:
+        return GUIDANCE / self.guidance
+
     def loss(self, models: Models, config: PipelineConfig) -> Imitation:
         encoders = [models[name] for name in config.text_encoders]
         denoiser, teacher = models[config.denoiser.component], models[self.teacher]
@@ -83,13 +87,11 @@ STAGES = (
         complete=True,
         caption_dropout=0.0,
         guidance=GUIDED,
-        sample_guidance=1.5,
     ),
     # Everything.
     Imitates(
         replace(COMMON, steps=16_000, averaging=Averaging(half_life=600)),
         guidance=GUIDED,
-        sample_guidance=1.5,
     ),
 )
 
