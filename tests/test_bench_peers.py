@@ -25,7 +25,7 @@ from sd_tf.bench.peers.engine import GUIDANCE, KINDS, STAGES, Job
 from sd_tf.bench.peers.engines import kerascv
 from sd_tf.bench.peers.flops import unet_flops
 from sd_tf.bench.peers.measure import ComparisonOptions, Running, full_seconds, measure
-from sd_tf.bench.peers.process import Process, environment
+from sd_tf.bench.peers.process import KilledError, Process, environment
 from sd_tf.bench.plan import BenchError
 from sd_tf.cli.main import main
 from sd_tf.config import ScheduleConfig
@@ -447,7 +447,14 @@ def test_a_worker_says_what_failed(tmp_path):
 def test_a_worker_that_dies(tmp_path):
     process = Process(job(), tmp_path / "log.txt")
     process._process.kill()
-    with process, pytest.raises(BenchError, match="ended with status -9"):
+    with process, pytest.raises(KilledError, match=r"the process of diffusers.*memory runs out"):
+        process.ask("load")
+
+
+def test_a_worker_that_is_told_to_end(tmp_path):
+    process = Process(job(), tmp_path / "log.txt")
+    process._process.terminate()
+    with process, pytest.raises(BenchError, match="ended with status -15"):
         process.ask("load")
 
 
