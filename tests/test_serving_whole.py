@@ -14,6 +14,7 @@ from PIL import Image
 from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
 from sd_tf.cli.main import main
+from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE
 from sd_tf.runtime.psnr import psnr
 from sd_tf.serving.client.client import Client
@@ -21,7 +22,8 @@ from sd_tf.serving.tf_serving import warmup
 from sd_tf.serving.tf_serving.check import check
 from sd_tf.serving.tf_serving.folder import WARM_UP
 from sd_tf.serving.tf_serving.predict import ModelServer, load
-from tests.exports import pipeline_of, shaped_export
+from sd_tf.weights import open_checkpoint
+from tests.exports import AS_WRITTEN, micro_folder, pipeline_of, shaped_export
 from tests.serving_server import grpc_server, http_server
 
 SCHEMES = ("grpc", "http")
@@ -195,3 +197,22 @@ def test_the_client_refuses_what_it_does_not_take(client):
     ):
         with pytest.raises(ValueError, match=f"text_to_image alone.*Received also: {names}"):
             client("a", num_steps=2, **given)
+
+
+def test_the_client_gives_what_an_export_takes_besides(tmp_path):
+    """Reuse of deep features is one more input of the model from prompts to files."""
+    exported = tmp_path / "exported"
+    options = ExportOptions(**AS_WRITTEN, reuse=2, text_to_image=True, verify="off")
+    export(open_checkpoint(micro_folder()), exported, options)
+    loaded = load(exported, [TEXT_TO_IMAGE])
+    models = ModelServer({name: {1: servable} for name, servable in loaded.items()})
+    pipe, call = pipeline_of(exported), {"num_steps": 2, "seed": 1}
+    drawn = []
+    with (
+        grpc_server(models) as address,
+        Client(f"grpc://{address}", exported, jit_compile=False) as client,
+    ):
+        for reuse in (1, 2):
+            drawn.append(client("a red star", reuse=reuse, **call).images)
+            check_pixels(drawn[-1], pipe("a red star", reuse=reuse, **call).images)
+    assert (drawn[0] != drawn[1]).any()

@@ -17,6 +17,8 @@ from sd_tf.runtime.controls import image_input, inputs_of
 from sd_tf.runtime.pictures import to_model
 from sd_tf.training.conditions import Tokenize, same_time_ids
 
+GUIDANCE = 4.0  # suits the embedded checkpoint
+
 
 class Painter:
     """Draws with the given models, and the weights that they have when it is called."""
@@ -37,7 +39,7 @@ class Painter:
         prompts: Sequence[str],
         size: int | None = None,
         num_steps: int = 20,
-        guidance_scale: float = 4.0,
+        guidance_scale: float = GUIDANCE,
     ) -> np.ndarray:
         """Draw a picture for each prompt, uint8 (N, H, W, 3); picture i has seed i.
 
@@ -63,7 +65,7 @@ class Painter:
         prompts: Sequence[str],
         pictures: np.ndarray,
         num_steps: int = 20,
-        guidance_scale: float = 4.0,
+        guidance_scale: float = GUIDANCE,
     ) -> np.ndarray:
         """Draw for each prompt what the ControlNet makes of its picture, uint8 (N, H, W, 3)."""
         height, width = pictures.shape[1:3]

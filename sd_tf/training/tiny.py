@@ -20,13 +20,12 @@ from sd_tf.training.initial_weights import initialize
 from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import Autoencoding, Denoising, Reading
 from sd_tf.training.origin import Record
-from sd_tf.training.painter import Painter
+from sd_tf.training.painter import GUIDANCE, Painter
 from sd_tf.training.settings import Averaging, Settings
 from sd_tf.training.trainer import Run, alone_in
 from sd_tf.weights import save_folder
 
 Models = Mapping[str, keras.layers.Layer]  # by component
-GUIDANCE = 4.0  # that suits the checkpoint
 VOCABULARY_SCENES = 4000  # scenes from whose captions the words of the world are collected
 
 

@@ -22,8 +22,9 @@ from sd_tf.training.initial_weights import initialize, sinusoids
 from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.losses import freeze
 from sd_tf.training.origin import Record, of_checkpoint
+from sd_tf.training.painter import GUIDANCE
 from sd_tf.training.settings import Averaging, Settings
-from sd_tf.training.tiny import GUIDANCE, Draws, Models, record_of, run_stages
+from sd_tf.training.tiny import Draws, Models, record_of, run_stages
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint, layout, open_checkpoint, save_folder
 

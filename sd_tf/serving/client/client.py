@@ -22,6 +22,7 @@ from sd_tf.runtime.manifest import TEXT_TO_IMAGE, Manifest
 from sd_tf.runtime.parameter import CallError
 from sd_tf.runtime.pictures import open_picture
 from sd_tf.runtime.request import Request
+from sd_tf.runtime.reuse import reuse_input
 from sd_tf.runtime.runner import Clock, Runner, Watch
 from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.client.transports import (
@@ -35,7 +36,7 @@ from sd_tf.serving.client.transports import (
 DEFAULT_TIMEOUT = 600.0  # seconds of one model call: the first one may compile
 DEFAULT_RETRIES = 5
 
-# Parameters that the model from prompts to files takes.
+# Parameters that the model from prompts to files takes of every export.
 WHOLE_TAKES = (
     *("prompt", "negative_prompt", "num_steps", "guidance_scale", "scheduler", "seed"),
     *("height", "width", "adapters"),
@@ -175,12 +176,14 @@ class ServerRunner(Runner):
     def _run_whole(self, request: Request, chunk: range):
         """Make one batch by one call of the model from prompts to files."""
         clock, shared = Clock(), request.shared
-        more = shared.given().keys() - {*WHOLE_TAKES}
+        reuse = reuse_input(self.manifest.reuse, shared.reuse)
+        takes = (*WHOLE_TAKES, *self.manifest.further_scales, *reuse)
+        more = shared.given().keys() - {*takes}
         if shared.prompt_syntax == PLAIN:
             more -= {"prompt_syntax"}
         if more:
             raise ValueError(
-                f"The server has {TEXT_TO_IMAGE} alone, which takes {', '.join(WHOLE_TAKES)}. "
+                f"The server has {TEXT_TO_IMAGE} alone, which takes {', '.join(takes)}. "
                 f"Received also: {', '.join(sorted(more))}"
             )
         if shared.negative_prompt is None and self.manifest.zero_empty_negative:
@@ -196,9 +199,10 @@ class ServerRunner(Runner):
             prompt=np.array(request.chunk("prompt", chunk), object),
             negative_prompt=np.array(negative, object),
             num_steps=np.int32(shared.num_steps),
-            unconditional_guidance_scale=np.float32(shared.guidance_scale),
             seed=np.array(request.chunk("seed", chunk), "int32"),
             scheduler=np.array(shared.scheduler, object),
+            **self._scales(request),
+            **reuse,
             **request.adapters,
         )
         images = np.stack([np.asarray(open_picture(file)) for file in outputs["image_bytes"]])
