@@ -59,6 +59,17 @@ def test_kohya_names_of_two_text_encoders():
     assert f"lora_te_{Q_PROJ.replace('.', '_')}" not in found
 
 
+@pytest.mark.parametrize(
+    ("family", "component"), [("sd3-medium", "text_encoder_3"), ("flux-dev", "text_encoder_2")]
+)
+def test_kohya_names_of_t5(family, component):
+    """`lora_te3_` in both, though T5 is the second encoder of Flux."""
+    found = spellings(layers_of(FAMILIES[family]))
+    place = found["lora_te3_encoder_block_0_layer_0_SelfAttention_q"]
+    assert place[:2] == (component, ("encoder.block.0.layer.0.SelfAttention.q",))
+    assert not any(name.startswith("lora_te2_encoder_block") for name in found)
+
+
 def test_folders_of_diffusers_and_peft(tmp_path):
     theirs = tmp_path / "water colour"
     theirs.mkdir()

@@ -67,6 +67,15 @@ def test_against_pytorch(small_blocks, queries, keys, heads):
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
 
 
+def test_keys_that_stand_for_several(small_blocks):
+    q, k, v = inputs(130, 20, 256)
+    counts = (*[1] * 9, 256, *[1] * 10)
+    theirs = torchs(q, *(np.repeat(x, counts, axis=1) for x in (k, v)), 4)
+    with lowered(WITH_KERNEL, AttentionKernel(make_mesh(), interpret=True)):
+        ours = np.asarray(scaled_dot_product(q, k, v, 4, scale=SCALE, counts=counts))
+    assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
 def test_heads_that_fill_no_block():
     """Widths that do not divide 128, and channels that it does not divide."""
     kernel = AttentionKernel(make_mesh(), interpret=True)

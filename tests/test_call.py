@@ -60,6 +60,7 @@ def read(*values, by=None, **parameters):
 
 
 PAINTER = manifest(family="inpaint", latent_inputs="mask_and_image")
+LATE = manifest(schedulers={"ddim": SchedulerRecord(0, [0, 2, 3])}, max_steps=3)
 EDITOR = manifest(family="instruct-pix2pix", latent_inputs="image")
 PICTURE, MASK = np.zeros((64, 64, 3), "uint8"), np.zeros((64, 64), "uint8")
 
@@ -178,7 +179,8 @@ def test_calls_that_are_alike_are_joined_and_divided():
         (None, {"seed": True}, "seed is a whole number .* Received: True"),
         (None, {"prompt": "\ud800"}, "prompt is a text"),
         (None, {"prompt": None}, "prompt is a text of .* Received: None"),
-        (None, {"scheduler": "lcm", "num_steps": 5}, "lcm takes at most 4 steps"),
+        (None, {"scheduler": "lcm", "num_steps": 5}, "lcm takes 1 to 4 steps. Received: 5"),
+        (LATE, {"num_steps": 1}, "ddim takes 2 to 3 steps. Received: 1"),
         (None, {"image": "a.png"}, "image: A picture is a PIL image"),
     ],
 )
@@ -227,6 +229,12 @@ def test_python_shows_every_parameter():
     assert signature.parameters["prompt_syntax"].default == "plain"
     for name, known in Call.parameters().items():
         assert f"{name}: {known.help}" in Chain.__call__.__doc__
+    lines = {line.split(":")[0].strip(): line for line in Chain.__call__.__doc__.splitlines()}
+    assert lines["image"].endswith("; one for all or one for each.")
+    nets = "; one for all or a list with one for each of the export's ControlNets"
+    assert lines["control_scale"].endswith(f"{nets}.")
+    pictures = f"{nets}, or `Each([…])` with such a value for each prompt."
+    assert lines["control_image"].endswith(pictures)
 
 
 # Adding a parameter is one field

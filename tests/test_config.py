@@ -13,7 +13,7 @@ from sd_tf.config import (
     has_named_sizes,
     with_kerascv_numerics,
 )
-from sd_tf.config.families import CLIP_L, OPENCLIP_H, SDXL_OPENCLIP_G
+from sd_tf.config.families import OPENCLIP_H, SDXL_OPENCLIP_G
 from sd_tf.weights import layout
 
 # Family → component → (tensors, parameters) of the published checkpoints.
@@ -44,14 +44,6 @@ def test_image_inputs():
     for family, config in FAMILIES.items():
         added = {"instruct-pix2pix": "image", "inpaint": "mask_and_image"}
         assert config.latent_inputs == added.get(family.removeprefix("sdxl-"), "none")
-
-
-def test_clip_skip():
-    assert CLIP_L.skip(1).context_layer == 2
-    with pytest.raises(ConfigError, match=r"between 0 and 11 for a text encoder of 12 .*: 12"):
-        CLIP_L.skip(12)
-    with pytest.raises(ConfigError, match=r"Received: -1"):
-        CLIP_L.skip(-1)
 
 
 def test_parts_that_do_not_fit():

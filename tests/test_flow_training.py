@@ -1,5 +1,7 @@
 """Training with flow matching: diffusers' loss step by step, adapters, and the tiny transformer."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import diffusers
@@ -7,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from safetensors.numpy import load_file
 
 from sd_tf.checkpoints import DIT_CONFIG, TINY_FOLDER, make_random
@@ -17,6 +20,7 @@ from sd_tf.training import imitation, tiny_dit
 from sd_tf.training.batches import LatentBatches, logit_normal_timesteps
 from sd_tf.training.conditions import check_trainable, tokenize_for
 from sd_tf.training.data import World
+from sd_tf.training.finetune import FinetuneOptions, prepare
 from sd_tf.training.initial_weights import sinusoids
 from sd_tf.training.lora import FILE, Adapted, Lora
 from sd_tf.training.losses import Denoising, freeze, recomputed
@@ -66,7 +70,7 @@ def frozen_encoders(checkpoint):
 
 
 def their_loss(pipeline, transformer, make, batch, step):
-    """The loss of diffusers' script, with the weighting "none"."""
+    """The loss of diffusers' script, with the weighting "logit_normal"."""
     captions = [make.source.caption(*example) for example in make.examples(step)]
     context, _, pooled, _ = pipeline.encode_prompt(
         captions, None, None, do_classifier_free_guidance=False
@@ -236,6 +240,30 @@ def tune(folder, *more):
             *("--out", str(folder), *map(str, more)),
         ]
     )
+
+
+def test_what_cannot_be_saved_is_not_trained(small_pipelines, tmp_path, capsys):
+    _, folder = small_pipelines("sd3-without-t5")
+    assert tune(tmp_path / "run", "--checkpoint", folder, "--scheduler", "flow_dpmpp_2m") == 1
+    assert "diffusers has no scheduler that walks" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shift_that_depends_on_the_size(small_pipelines, tmp_path):
+    """The levels are those of the pictures' size, as diffusers' scheduler has them."""
+    _, folder = small_pipelines("sd3-without-t5")
+    shutil.copytree(folder, tmp_path / "base")
+    file = tmp_path / "base" / "scheduler" / "scheduler_config.json"
+    dynamic = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
+    file.write_text(json.dumps(json.loads(file.read_text()) | dynamic))
+    checkpoint = open_checkpoint(tmp_path / "base")
+    size = 32
+    given = (World(2, size), SETTINGS, FinetuneOptions(), tmp_path, lambda text: None, None)
+    loss = prepare(checkpoint, *given).loss
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(file.parent)
+    patches = (size // checkpoint.config.size_multiple) ** 2
+    scheduler.set_timesteps(sigmas=np.arange(1000, 0, -1) / 1000, mu=calculate_shift(patches))
+    np.testing.assert_allclose(loss.sigma[::-1], scheduler.sigmas[:-1], rtol=1e-5)
 
 
 @pytest.mark.long

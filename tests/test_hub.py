@@ -57,6 +57,14 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+def test_the_vocabulary_of_a_slow_t5_tokenizer_is_wanted():
+    from sd_tf.weights.hub import wanted_files
+
+    wanted = ["tokenizer_3/spiece.model", "tokenizer_3/tokenizer_config.json"]
+    given = [*wanted, "spiece.model", "tokenizer_3/model.safetensors"]
+    assert wanted_files(given, {"tokenizer_3": None}, None) == (wanted, [])
+
+
 @pytest.fixture
 def hub(small_pipelines, tmp_path, monkeypatch):
     import shutil

@@ -123,6 +123,23 @@ def test_attention(name, queries):
 
 
 @pytest.mark.backend
+@pytest.mark.parametrize("name", ["query_blocks", "fused_attention", "graph_kernels"])
+def test_attention_to_keys_that_stand_for_several(name):
+    """Against PyTorch's own, which is given each key as often as it counts."""
+    heads, width, keys = 2, 16, 1100
+    q, k, v = (normal(2, n, heads * width, seed=i) for i, n in enumerate((700, keys, keys)))
+    counts = (*[1] * 76, 256, *[1] * (keys - 78), 3)
+    given = (q, *(np.repeat(x, counts, axis=1) for x in (k, v)))
+    split = [torch.tensor(x).unflatten(-1, (heads, width)).transpose(1, 2) for x in given]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*split)
+    theirs = theirs.transpose(1, 2).flatten(-2).numpy()
+    with lowered(ALONE[name]):
+        ours = attention.scaled_dot_product(q, k, v, heads, counts=counts)
+    ours = keras.ops.convert_to_numpy(ours)
+    assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.backend
 def test_large_scores_do_not_overflow():
     q = normal(1, 1024, 32)
     q *= 500 / np.linalg.norm(q, axis=-1, keepdims=True)

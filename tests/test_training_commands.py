@@ -1,6 +1,7 @@
 """The commands of `sd-tf train`, small and whole."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ from PIL import Image
 
 from sd_tf.checkpoints import make_random
 from sd_tf.cli.main import main
+from sd_tf.cli.train_run import picture_size
+from sd_tf.config import FAMILIES
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.training import evaluate, tiny, world
 from sd_tf.training.batches import LatentBatches
@@ -254,3 +257,12 @@ def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
     _, folder = small_pipelines("sd1")
     assert tune(folder, captioned, "--size", "0") == 1
     assert "--size is a positive multiple of 8. Received: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(520, "a positive multiple of 16. Received: 520"), (3088, "at most 3072: .* Received: 3088")],
+)
+def test_sizes_that_a_transformer_has_no_patches_for(size, message):
+    with pytest.raises(TrainingError, match=message):
+        picture_size(Namespace(size=size), FAMILIES["sd3-medium"])

@@ -13,6 +13,7 @@ from sd_tf.cli.main import main
 from sd_tf.config import ConfigError, family_of
 from sd_tf.tokenizer.errors import TokenizerError
 from sd_tf.weights import CheckpointError, layout, open_checkpoint, save_folder
+from sd_tf.weights.diffusers_save import write_folder
 from sd_tf.weights.diffusers_transformers import read_flux, read_mmdit, read_t5
 from tests import peer_transformers
 from tests.test_weights import assert_same, edit_json, edit_tensors, variables
@@ -326,6 +327,15 @@ def test_describe_with_options(small_pipelines, capsys):
     arguments = ["--without", "text_encoder_3", "--max_sequence_length", "20"]
     assert main(["weights", str(folder), *arguments]) == 0
     assert "text_encoder_3 is left out: 20 zeros stand" in capsys.readouterr().out
+
+
+def test_nothing_is_written_if_diffusers_has_no_scheduler(opened, tmp_path):
+    config = opened[3].config
+    config = replace(config, schedule=replace(config.schedule, sampler="flow_dpmpp_2m"))
+    models, tokenizers = dict.fromkeys(config.components), dict.fromkeys(config.text_encoders)
+    with pytest.raises(ConfigError, match="diffusers has no scheduler that walks"):
+        write_folder(tmp_path / "saved", config, models, tokenizers)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_index_names_what_is_absent(opened, tmp_path):

@@ -26,6 +26,8 @@ KOHYA = {  # component → the prefixes of its layers
     "text_encoder_3": ("lora_te3_",),
 }
 KOHYA_FIRST_OF_TWO = ("lora_te1_",)
+KOHYA_T5 = ("lora_te3_",)  # of Flux, too, whose T5 is the second encoder
+T5_LAYERS = "encoder.block."
 ORIGINAL = "diffusion_model."  # the prefix of a transformer's original names
 PEFT_PREFIX = "base_model.model."
 TEXT_PREFIX = "text_model."  # transformers 5 leaves it out
@@ -73,6 +75,8 @@ def spellings(layers: Layers, is_peft: bool = False) -> dict[str, Place]:
         prefixes = KOHYA.get(component, ())
         if component == "text_encoder" and "text_encoder_2" in layers:
             prefixes = KOHYA_FIRST_OF_TWO
+        if any(module.startswith(T5_LAYERS) for module in modules):
+            prefixes = KOHYA_T5
 
         def kohya(name, places, convention, component=component, prefixes=prefixes):
             for prefix in prefixes:

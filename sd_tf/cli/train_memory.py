@@ -6,6 +6,7 @@ from sd_tf.cli.arguments import report
 from sd_tf.cli.train_run import picture_size
 from sd_tf.config import FAMILIES
 from sd_tf.training.settings import PRECISIONS, Settings
+from sd_tf.weights import with_texts
 
 TRAINED = [name for name, family in FAMILIES.items() if family.denoiser.conditioner != "flux"]
 
@@ -22,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from sd_tf.training import memory
 
-    config = FAMILIES[options.family]
+    family = FAMILIES[options.family]
+    config = with_texts(family, tuple(family.t5_encoders))  # training takes none
     settings = Settings(
         steps=1000,
         batch_size=options.batch_size,

@@ -164,9 +164,13 @@ def read_settings(options: argparse.Namespace) -> Settings:
 def picture_size(options: argparse.Namespace, config: PipelineConfig) -> int:
     """Return --size, or the checkpoint's own, in pixels."""
     size = config.default_size if options.size is None else options.size
-    if size < 1 or size % config.autoencoder.downscale:
+    multiple, most = config.size_multiple, config.denoiser.most_latents
+    if size < 1 or size % multiple:
+        raise TrainingError(f"--size is a positive multiple of {multiple}. Received: {size}")
+    if most is not None and size > most * config.autoencoder.downscale:
         raise TrainingError(
-            f"--size is a positive multiple of {config.autoencoder.downscale}. Received: {size}"
+            f"--size is at most {most * config.autoencoder.downscale}: the checkpoint has "
+            f"positions for no more. Received: {size}"
         )
     return size
 

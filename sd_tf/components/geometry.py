@@ -94,8 +94,7 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
     if fixed.prompt_chunks > 1 and not takes_weights(config):
         refuse(
-            "Prompts of several chunks are for checkpoints whose context is CLIP's alone: "
-            "`prompt_chunks` must be 1.",
+            "Prompts of several chunks are for SD1, SD2 and SDXL: `prompt_chunks` must be 1.",
             fixed.prompt_chunks,
         )
     if not 1 <= fixed.max_steps <= config.schedule.num_train_timesteps:

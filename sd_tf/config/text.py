@@ -1,9 +1,7 @@
 """The configurations of the text encoders: CLIP's and T5's."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
-
-from sd_tf.config.errors import ConfigError
 
 START_TOKEN, END_TOKEN = 49406, 49407
 
@@ -33,16 +31,6 @@ class TextEncoderConfig:
     def pooled_dim(self) -> int | None:
         """The width of the pooled output; None: there is none."""
         return self.hidden_size if self.pools_unprojected else self.projection_dim
-
-    def skip(self, clip_skip: int) -> "TextEncoderConfig":
-        """Return the encoder with its context taken `clip_skip` layers earlier."""
-        layer = self.context_layer + clip_skip
-        if clip_skip < 0 or layer > self.num_layers:
-            raise ConfigError(
-                f"clip_skip must be between 0 and {self.num_layers - self.context_layer} for a "
-                f"text encoder of {self.num_layers} layers. Received: {clip_skip}"
-            )
-        return replace(self, context_layer=layer)
 
 
 @dataclass(frozen=True)

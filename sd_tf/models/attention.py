@@ -1,5 +1,6 @@
 """Attention, and the transformer in which a picture attends to itself and to the prompt."""
 
+import numpy as np
 from keras import ops
 
 from sd_tf.models.layers import (
@@ -18,15 +19,24 @@ MANY_KEYS_IN_GRAPH = 4096  # there, each block costs several calls of kernels
 QUERY_BLOCK = 512
 
 
-def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
+def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None, counts=None):
     """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C); the softmax is always in float32.
 
-    `mask`, (N, M), (heads, N, M) or (B, 1, 1, M), is added to the scores; `scale` None:
-    1 / √(C / heads).
+    Args:
+        mask: (N, M), (heads, N, M) or (B, 1, 1, M), added to the scores.
+        scale: of the scores; None: 1 / √(C / heads).
+        counts: M numbers of equal keys, as many as each key stands for; without a mask.
     """
     head_dim = q.shape[-1] // num_heads
     scale = head_dim**-0.5 if scale is None else scale
     wanted, kernel = rewrites(), attention_kernel()
+    weights = None
+    if counts is not None:
+        if kernel is not None or wanted.fused_attention:  # those take no weights
+            places = np.repeat(np.arange(len(counts)), counts)
+            k, v = (ops.take(x, places, axis=1) for x in (k, v))
+        else:  # in a softmax, n equal scores s are one of s + ln n
+            weights = ops.convert_to_tensor(np.log(np.array(counts, "float32")))
     if kernel is not None and mask is None and not upcast:
         h = kernel(q, k, v, num_heads, scale)
         if h is not None:
@@ -44,7 +54,10 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None):
         q, k = ops.cast(q, "float32"), ops.cast(k, "float32")
     many = MANY_KEYS_IN_GRAPH if wanted.graph_kernels else MANY_KEYS
     blocked = wanted.query_blocks and mask is None and k.shape[2] >= many
-    h = (_attend_in_blocks if blocked else _attend)(q, k, v, mask)
+    if blocked:
+        h = _attend_in_blocks(q, k, v, weights)
+    else:
+        h = _attend(q, k, v, mask if weights is None else weights)
     h = ops.transpose(h, (0, 2, 1, 3))
     return ops.reshape(h, (-1, h.shape[1], num_heads * head_dim))
 
@@ -60,8 +73,11 @@ def _attend(q, k, v, mask=None):
     return ops.matmul(ops.cast(ops.softmax(scores, axis=-1), v.dtype), v)
 
 
-def _attend_in_blocks(q, k, v, mask):
-    """Attend for a block of one head's queries at a time, so that its scores stay in the cache."""
+def _attend_in_blocks(q, k, v, weights):
+    """Attend for a block of one head's queries at a time, so that its scores stay in the cache.
+
+    `weights` (M,), if there are any, are added to the scores of every query.
+    """
     batch, heads, count, width = q.shape
     block = min(QUERY_BLOCK, count)
     per_head = -(-count // block)
@@ -72,11 +88,12 @@ def _attend_in_blocks(q, k, v, mask):
     def of_block(index):
         head = index // per_head
         if rewrites().graph_kernels:
-            return _attend(q[index], k[head], v[head])
+            return _attend(q[index], k[head], v[head], weights)
         scores = ops.cast(ops.matmul(q[index], ops.transpose(k[head])), "float32")
-        weights = ops.exp(scores - ops.max(scores, axis=-1, keepdims=True))
-        total = ops.sum(weights, axis=-1, keepdims=True)
-        h = ops.cast(ops.matmul(ops.cast(weights, v.dtype), v[head]), "float32")
+        scores = scores if weights is None else scores + weights
+        shares = ops.exp(scores - ops.max(scores, axis=-1, keepdims=True))
+        total = ops.sum(shares, axis=-1, keepdims=True)
+        h = ops.cast(ops.matmul(ops.cast(shares, v.dtype), v[head]), "float32")
         return ops.cast(h / total, v.dtype)
 
     h = ops.map(of_block, ops.arange(batch * heads * per_head))

@@ -127,15 +127,15 @@ class TokenAttention(Block):
     def by_head(self, x):
         return ops.reshape(x, (-1, x.shape[1], self.num_heads, x.shape[2] // self.num_heads))
 
-    def attend(self, q, k, v, rotation=None, bias=None):
+    def attend(self, q, k, v, rotation=None, counts=None):
         """Attend, with the positions' `rotation`, if there is one → (B, N, D).
 
-        `bias`, (N, N) or (1, N), is added to the scores.
+        `counts` are the numbers of equal tokens that each one stands for.
         """
         if rotation is not None:
             q, k = rotated(q, *rotation), rotated(k, *rotation)
         joined = (ops.reshape(x, (-1, x.shape[1], x.shape[2] * x.shape[3])) for x in (q, k, v))
-        return scaled_dot_product(*joined, self.num_heads, mask=bias)
+        return scaled_dot_product(*joined, self.num_heads, counts=counts)
 
 
 class SelfAttention(TokenAttention):
@@ -165,14 +165,15 @@ class JointAttention(TokenAttention):
         self.to_out = [dense(width, width, dtype=dtype)]
         self.to_add_out = None if texts_end else dense(width, width, dtype=dtype)
 
-    def call(self, x, texts, rotation=None, bias=None):
+    def call(self, x, texts, rotation=None, counts=None):
         """Attend: x (B, N, D), texts (B, M, D) → the same of both; None for texts that end.
 
-        `bias`, (1, M + N), is added to the scores of every query.
+        `counts` are the numbers of equal texts that each one stands for.
         """
         count = texts.shape[1]
         both = zip(self.heads_of_texts(texts), self.heads(x), strict=True)
-        h = self.attend(*(ops.concatenate(pair, axis=1) for pair in both), rotation, bias)
+        counts = None if counts is None else (*counts, *[1] * x.shape[1])
+        h = self.attend(*(ops.concatenate(pair, axis=1) for pair in both), rotation, counts)
         of_texts = None if self.to_add_out is None else self.to_add_out(h[:, :count])
         return self.to_out[0](h[:, count:]), of_texts
 
@@ -212,7 +213,7 @@ class JointBlock(Block):
         self.ff = FeedForward(width, dtype)
         self.ff_context = None if texts_end else FeedForward(width, dtype)
 
-    def call(self, x, texts, embedding, rotation=None, bias=None):
+    def call(self, x, texts, embedding, rotation=None, counts=None):
         shift, scale, gate, *of_ff = self.norm1(embedding)
         n = normalized(x)
         if self.ff_context is None:
@@ -220,7 +221,7 @@ class JointBlock(Block):
         else:
             shift_c, scale_c, gate_c, *of_ff_c = self.norm1_context(embedding)
         n_c = modulated(normalized(texts), scale_c, shift_c)
-        h, h_c = self.attn(modulated(n, scale, shift), n_c, rotation, bias)
+        h, h_c = self.attn(modulated(n, scale, shift), n_c, rotation, counts=counts)
         x = x + gate * h
         if self.attn2 is not None:
             shift, scale, gate = of_ff[3:]

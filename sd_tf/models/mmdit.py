@@ -3,7 +3,6 @@
 Esser et al. 2024, "Scaling Rectified Flow Transformers".
 """
 
-import numpy as np
 from keras import ops
 
 from sd_tf.models.joint import FinalNorm, JointBlock, TimeTextEmbed
@@ -68,13 +67,9 @@ class MMDiT(Block):
         """
         embedding = self.time_text_embed(timesteps, pooled)
         x, texts = self.pos_embed(latents), self.context_embedder(context)
-        bias = None
-        if counts is not None:  # in a softmax, n equal scores s are one of s + ln n
-            counts = np.array([(*counts, *[1] * x.shape[1])], "float32")
-            bias = ops.convert_to_tensor(np.log(counts))
         for i, block in enumerate(self.transformer_blocks):
             if i not in skipped:
-                x, texts = block(x, texts, embedding, bias=bias)
+                x, texts = block(x, texts, embedding, counts=counts)
         x = self.proj_out(self.norm_out(x, embedding))
         return self.unpatched(x, *latents.shape[1:3])
 

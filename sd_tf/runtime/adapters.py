@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sd_tf.adapters import Adapter, AdapterError, Change, read_adapter
-from sd_tf.runtime.adapter_places import DOWN, PREFIX, UP, AdapterPlaces, LoadedAdapter
+from sd_tf.runtime.adapter_places import DOWN, LAYERS, PREFIX, UP, AdapterPlaces, LoadedAdapter
 from sd_tf.runtime.manifest import (
     ExportError,
     Manifest,
@@ -89,10 +89,12 @@ def _check_places(adapter: Adapter, records, places: AdapterPlaces) -> None:
         f"{part}.{layer}" for part, layer in adapter.changes if not records[part][layer].has_place
     ]
     if without:
+        has_all = places.layers == LAYERS[-1]  # T5's layers never have places
+        merge = "Merge it" if has_all else "Export with --adapter_layers=all, or merge it"
         raise AdapterError(
             f"{adapter.name} changes {len(without)} layers that have no place, such as "
-            f"{without[0]}; the places are for layers of the kind {places.layers!r}. Export with "
-            f"--adapter_layers=all, or merge it with --lora."
+            f"{without[0]}; the places are for layers of the kind {places.layers!r}. "
+            f"{merge} with --lora."
         )
 
 

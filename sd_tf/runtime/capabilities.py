@@ -90,6 +90,6 @@ def check_weights(manifest: Manifest) -> None:
     """Refuse an export whose text encoder takes no weights."""
     if not takes_weights(manifest):
         raise ExportError(
-            "The export's text_encoder takes no weights: it has a T5, or an older sd_tf made it. "
-            "Leave out `prompt_syntax`, or export again."
+            "The export's text_encoder takes no weights: SD3's and Flux's do not, nor do exports "
+            "by an older sd_tf, which have to be made again. Leave out `prompt_syntax`."
         )

@@ -138,7 +138,7 @@ class Chain:
                 [""] * shape.batch_size,
                 height=shape.height,
                 width=shape.width,
-                num_steps=1,
+                num_steps=self.manifest.schedulers[self.manifest.default_sampler].least_steps,
                 seed=0,
                 **blank,
             )

@@ -118,8 +118,16 @@ class SchedulerRecord:
     calls: list[int]  # model calls for 1…max_steps steps; 0: there is no such run
 
     @property
+    def least_steps(self) -> int:
+        return min(self._possible)
+
+    @property
     def most_steps(self) -> int:
-        return max(number for number, count in enumerate(self.calls, start=1) if count)
+        return max(self._possible)
+
+    @property
+    def _possible(self) -> list[int]:
+        return [number for number, count in enumerate(self.calls, start=1) if count]
 
 
 @dataclass(frozen=True)
@@ -175,18 +183,18 @@ class Manifest:
 
     def model_calls(self, scheduler: str, num_steps: int) -> int:
         """Return a run's number of model calls; refuse unknown schedulers and step counts."""
-        calls = self._scheduler(scheduler).calls
+        known = self._scheduler(scheduler)
         if num_steps not in range(1, self.max_steps + 1):
             raise ValueError(
                 f"num_steps is a whole number from 1 to {self.max_steps}, the export's max_steps. "
                 f"Received: {num_steps!r}"
             )
-        if not calls[num_steps - 1]:
+        if not known.calls[num_steps - 1]:
             raise ValueError(
-                f"The scheduler {scheduler} takes at most {self.schedulers[scheduler].most_steps} "
-                f"steps. Received: {num_steps}"
+                f"The scheduler {scheduler} takes {known.least_steps} to {known.most_steps} steps. "
+                f"Received: {num_steps}"
             )
-        return calls[num_steps - 1]
+        return known.calls[num_steps - 1]
 
     def scheduler_number(self, scheduler: str) -> int:
         """Return the number that a signature's `scheduler` input takes for this scheduler."""

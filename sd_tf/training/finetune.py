@@ -19,6 +19,7 @@ from sd_tf.training.settings import LoraOptions, Settings, TrainingError
 from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
+from sd_tf.weights.diffusers_schedule import write_schedule
 
 SAMPLES = 9
 PRIOR_CACHE, PRIOR_SEED = "prior_latents", 2**20
@@ -87,6 +88,8 @@ def finetune(
                 f"Received: {family_of(checkpoint.config)}"
             )
         options.inversion.check_captions(source)
+    elif options.lora is None:
+        write_schedule(checkpoint.config.schedule)  # raises where diffusers has none for it
     with alone_in(folder):
         task = prepare(checkpoint, source, settings, options, folder, report, prior)
         prompts = [source.caption(i, 0) for i in range(min(SAMPLES, len(source)))]
@@ -151,7 +154,9 @@ def prepare(
     for encoder in encoders.values():
         encoder.trainable = options.train_text_encoder
         freeze_unused(encoder)
-    loss = Denoising(denoiser, encoders.values(), config, options.min_snr)
+    patches = config.patches(source.picture(0).shape[:2])  # a flow's shift may depend on them
+    here = replace(config, schedule=config.schedule.for_patches(patches))
+    loss = Denoising(denoiser, encoders.values(), here, options.min_snr)
     lora = inversion = None
     if options.inversion is not None:
         denoiser.trainable = False

@@ -96,6 +96,7 @@ def write_folder(
             f"tokenizers must have one for each of {', '.join(config.text_encoders)}. "
             f"Received: {', '.join(tokenizers) or 'none'}"
         )
+    schedule = write_schedule(config.schedule)  # first, as diffusers may have none for it
     index = {
         "_class_name": pipeline_class(config),
         "_diffusers_version": "0.35.0",
@@ -113,7 +114,6 @@ def write_folder(
         name = tokenizer_of(encoder)
         tokenizer.save(folder / name)
         index[name] = ["transformers", tokenizer_class(config, encoder)]
-    schedule = write_schedule(config.schedule)
     _write_json(folder / "scheduler" / "scheduler_config.json", schedule)
     index["scheduler"] = ["diffusers", schedule["_class_name"]]
     _write_json(folder / MODEL_INDEX, index)

@@ -22,7 +22,7 @@ from sd_tf.weights.diffusers_pipelines import (
 )
 
 CONFIG = "config.json"
-SMALL_FILES = (".json", ".txt")
+SMALL_FILES = (".json", ".txt", "spiece.model")
 
 
 def fetch(

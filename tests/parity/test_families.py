@@ -1,5 +1,7 @@
 """Every family's models against diffusers' and transformers', on weights that those saved."""
 
+from dataclasses import replace
+
 import diffusers
 import keras
 import numpy as np
@@ -111,18 +113,18 @@ def test_text_encoders(pair):
     assert "pooled" in ours or "text_encoder_2" not in checkpoint.config.text_encoders
 
 
-@pytest.mark.parametrize("clip_skip", [0, 1, 2])
-def test_every_hidden_layer(small_pipelines, clip_skip):
-    """`clip_skip` takes an earlier hidden state, then the final norm."""
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_every_hidden_layer(small_pipelines, layer):
+    """The last layer's states or an earlier one's, and then the final norm."""
     pipeline, folder = small_pipelines("sd1")
     checkpoint = open_checkpoint(folder)
     tokens = checkpoint.tokenizer()(PROMPTS)
-    config = checkpoint.config.text_encoders["text_encoder"].skip(clip_skip)
+    config = replace(checkpoint.config.text_encoders["text_encoder"], context_layer=layer)
     model = layout.load(config, checkpoint.tensors("text_encoder"), "float32", "test")
     encoder = pipeline.text_encoder
     with torch.no_grad():
         states = encoder(to_torch(tokens), output_hidden_states=True).hidden_states
-        theirs = encoder.final_layer_norm(states[-(clip_skip + 1)])
+        theirs = encoder.final_layer_norm(states[-layer])
     close(model(tokens)["context"], theirs)
 
 

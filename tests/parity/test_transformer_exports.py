@@ -130,12 +130,12 @@ def test_refusals(folders, tmp_path, pipe):
     for changes, message in (
         ({"height": 40}, "The height is a positive multiple of 16. Received: 40"),
         ({"width": 208}, "The width is at most 192 for this checkpoint. Received: 208"),
-        ({"prompt_chunks": 2}, "Prompts of several chunks are for checkpoints whose context is"),
+        ({"prompt_chunks": 2}, "Prompts of several chunks are for SD1, SD2 and SDXL: `prompt_ch"),
         ({"text_to_image": True}, "for checkpoints whose text encoders are all CLIP"),
         ({"reuse": 2}, "Only a UNet has deep layers whose features later model calls can reuse"),
         ({"guidance_rescale": 0.5}, "for checkpoints that edit pictures or have a transformer"),
     ):
         with pytest.raises(ExportError, match=message):
             export(checkpoint, tmp_path, replace(ExportOptions(height=48, width=64), **changes))
-    with pytest.raises(ExportError, match="text_encoder takes no weights: it has a T5"):
+    with pytest.raises(ExportError, match="text_encoder takes no weights: SD3's and Flux's do not"):
         pipe("a (cat:1.3)", prompt_syntax="weighted", **CALL)

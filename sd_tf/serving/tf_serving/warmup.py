@@ -92,8 +92,8 @@ class Values:
 
     def __init__(self, export: Path, manifest: Manifest):
         scheduler = manifest.default_sampler
-        calls = manifest.schedulers[scheduler].calls
-        steps = next(n for n, count in enumerate(calls, start=1) if count)  # 1 wherever possible
+        steps = manifest.schedulers[scheduler].least_steps
+        calls = manifest.model_calls(scheduler, steps)
         tokenizers = [open_tokenizer(export / place) for place in manifest.tokenizers.values()]
         weighted = takes_weights(manifest)
         texts = text_inputs(manifest, tokenizers, [PROMPT], [PROMPT], weighted)
@@ -108,14 +108,14 @@ class Values:
             "num_steps": steps,
             "first": 0,
             "start": 0,
-            "stop": calls[steps - 1],
+            "stop": calls,
             "unconditional_guidance_scale": GUIDANCE,
             **{name: NO_FURTHER_GUIDANCE[name] for name in manifest.further_scales},
             "history": 0,
             FEATURES: 0,
             **reuse_input(manifest.reuse, manifest.reuse.most),
             "mask": 1,
-            **inputs_of([1.0] * nets, [(0, calls[steps - 1])] * nets, guesses=False),
+            **inputs_of([1.0] * nets, [(0, calls)] * nets, guesses=False),
             SCALES: 1,
             GIVEN: 1,
             **{shown_of(n): 1 for n in range(len(manifest.image_prompts.adapters))},
