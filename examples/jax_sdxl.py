@@ -54,7 +54,8 @@ def main() -> None:
     print(f"compiled in {sum(pipe.warm_up().values()):.1f} s")
 
     # 4. One prompt for each picture. A result is on the host, so the clock needs no more waiting.
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(max(4, pipe.manifest.batch_size))]
+    count = max(4, pipe.manifest.shapes.first.batch_size)
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     for _ in range(2):
         result = pipe(prompts, num_steps=options.num_steps, guidance_scale=5.0, seed=0)
         seconds = result.timings["total"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sd_tf.cli.main import main
 from sd_tf.config.original_names import original_names
@@ -100,7 +100,7 @@ def test_pictures_share_a_batch_if_they_use_the_same_nets():
     [
         (ONE, {"control_scale": 1}, "control_scale goes with control_image: give both"),
         (manifest(), {"control_image": LINES}, "only for exports with ControlNets"),
-        (TWO, {"control_image": [LINES]}, r"ControlNets, canny, depth\. Received: 1"),
+        (TWO, {"control_image": [LINES]}, r"ControlNets, canny, depth; .*Each.*\. Received: 1"),
         (TWO, {"control_image": LINES, "control_scale": [1, 2, 3]}, r"Received: 3"),
         (ONE, {"control_image": LINES, "control_scale": "x"}, "control_scale is a number"),
         (ONE, {"control_image": LINES, "control_start": 1.5}, "control_start is a number from 0"),
@@ -214,6 +214,45 @@ def test_original_file_is_what_diffusers_reads(tmp_path):
         assert torch.equal(theirs.state_dict()[name], tensor)
 
 
+@pytest.mark.parametrize(
+    ("name", "pools"),
+    [("shuffle", False), ("control_v11e_sd15_shuffle", True), ("sd15_shuffle_fp16", True)],
+)
+def test_a_files_name_tells_whether_it_pools(tmp_path, capsys, name, pools):
+    path = tmp_path / f"{name}.safetensors"
+    original_file(net(**RELEASED), path)
+    assert open_controlnet(path).config.pools is pools
+    assert main(["weights", str(path)]) == 0
+    assert ("it pools" in capsys.readouterr().out) is pools
+
+
+def test_a_file_with_a_whole_checkpoint(tmp_path):
+    original_file(net(**RELEASED), tmp_path / "lines.safetensors")
+    net_alone = load_file(tmp_path / "lines.safetensors")
+    beside = ["model.diffusion_model.out.0.bias", "first_stage_model.x", "cond_stage_model.x"]
+    beside += ["model_ema.decay", "betas", "sqrt_recipm1_alphas_cumprod", "scale_factor"]
+    more = {name: torch.zeros(1) for name in beside}
+    save_file(net_alone | more, tmp_path / "whole.safetensors")
+    whole, alone = (open_controlnet(tmp_path / f"{n}.safetensors") for n in ("whole", "lines"))
+    assert whole.config == alone.config and whole.tensors.keys() == alone.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name", "message"),
+    [
+        ("control_model.", "difference", "stored as differences from a UNet.*'difference'"),
+        ("", "lora_controlnet", "is a ControlLoRA.*'lora_controlnet'"),
+        ("control_model.", "adapter.x", "1 tensors that belong to no ControlNet.*: adapter.x"),
+    ],
+)
+def test_files_that_mean_something_else(tmp_path, prefix, name, message):
+    path = tmp_path / "net.safetensors"
+    original_file(net(**RELEASED), path, prefix)
+    save_file(load_file(path) | {name: torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match=message):
+        open_controlnet(path)
+
+
 def test_a_file_of_sdxl_has_diffusers_names(tmp_path):
     model = net(**XL)
     model.save_pretrained(tmp_path / "folder")
@@ -248,6 +287,9 @@ def test_what_is_no_net(folder, tmp_path):
         open_controlnet(micro_folder())
     with pytest.raises(CheckpointError, match="No such file or folder"):
         open_controlnet(tmp_path / "nothing")
+    save_file({"adapter.body.0.in_conv.weight": torch.zeros(1)}, tmp_path / "t2i.safetensors")
+    with pytest.raises(CheckpointError, match=r"or a \.safetensors file that has zero_convs\.\*"):
+        open_controlnet(tmp_path / "t2i.safetensors")
     (tmp_path / "old.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="safetensors"):
         open_controlnet(tmp_path / "old.bin")

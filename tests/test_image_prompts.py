@@ -3,6 +3,9 @@
 import base64
 import io
 import json
+import shutil
+import subprocess
+from dataclasses import replace
 
 import numpy as np
 import openai
@@ -12,19 +15,36 @@ from playwright.sync_api import expect
 from safetensors.numpy import load_file, save_file
 
 from sd_tf.cli.main import main
+from sd_tf.config import PREVIEW_DECODER
 from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.image_prompts import SCALES, ImageAdapterRecord, ImagePrompts
+from sd_tf.runtime.image_prompts import (
+    GIVEN,
+    NO_IMAGE_PROMPTS,
+    SCALES,
+    ImageAdapterRecord,
+    ImagePrompts,
+    tokens_of,
+)
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import CallError, Each
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.request import read_request
+from sd_tf.runtime.runner import Runner
 from sd_tf.serving.batch.rows import check_rows, check_settings
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
 from sd_tf.weights.image_prompts import open_image_adapter
-from tests.exports import check_equal, micro_export, micro_folder, micro_xl_folder, pipeline_of
+from tests.exports import (
+    AS_WRITTEN,
+    check_equal,
+    micro_decoder,
+    micro_export,
+    micro_folder,
+    micro_xl_folder,
+    pipeline_of,
+)
 from tests.fronts import COMPONENTS, ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
@@ -97,12 +117,14 @@ def test_each_prompt_has_its_own():
     [
         (ONE, {"image_prompt_scale": 1}, "image_prompt_scale goes with image_prompt: give both"),
         (manifest(), {"image_prompt": MOON}, r"only for exports with IP-Adapters \(--ip_adapter"),
-        (TWO, {"image_prompt": [MOON]}, r"IP-Adapters, base, plus\. Received: 1"),
-        (ONE, {"image_prompt": [MOON] * 3}, r"1 to 2 pictures .*--image_prompts.*Received: 3"),
+        (TWO, {"image_prompt": [MOON]}, r"IP-Adapters, base, plus; .*Each.*\. Received: 1"),
+        (ONE, {"image_prompt": [MOON] * 3}, r"1 to 2 pictures .*--image_prompts.*Each.*: 3"),
+        (ONE, {"image_prompt": [MOON, None]}, "no empty place among.*: 2, of which 1 empty"),
+        (TWO, {"image_prompt": [MOON, [None]]}, "no empty place among.*: 1, of which 1 empty"),
         (ONE, {"image_prompt": []}, r"1 to 2 pictures .*Received: 0"),
         (ONE, {"image_prompt": MOON, "image_prompt_scale": "x"}, "image_prompt_scale is a number"),
         (ONE, {"image_prompt": np.zeros((5, 5), "uint8")}, "image_prompt: A picture is a PIL"),
-        (ONE, {"image_prompt": picture(0, (2, 300))}, "at most 50 times as long as it is wide"),
+        (ONE, {"image_prompt": picture(0, (2, 101))}, r"at most 50 times .*\. Received: 51 times"),
     ],
 )
 def test_calls_that_are_refused(export, given, message):
@@ -116,6 +138,24 @@ def test_an_export_without_the_encoder():
     export = manifest(image_prompts=ONE.image_prompts, components=parts)
     with pytest.raises(ExportError, match="no vision_encoder, which an image_prompt needs"):
         read(export, image_prompt=MOON)
+
+
+class Encoder(Runner):
+    """Keeps what its vision encoder was asked for."""
+
+    def call(self, component, endpoint, shape, **inputs):
+        self.asked = [*getattr(self, "asked", []), inputs[GIVEN].tolist()]
+        return {tokens_of(0): np.ones((shape.batch_size, 4, 16), "float32")}
+
+
+@pytest.mark.parametrize(("guidance", "asked"), [("classifier_free", [[0], [1]]), ("none", [[1]])])
+def test_no_picture_is_encoded_for_guidance_alone(guidance, asked):
+    export = replace(ONE, guidance=guidance)
+    runner = Encoder(export, jit_compile=False)
+    found = runner._image_prompts(read(export, image_prompt=MOON), range(1))
+    assert runner.asked == asked
+    assert found["unconditional_image_context"].any() == (guidance != "none")
+    assert found[tokens_of(0)][0, :4].all() and not found[tokens_of(0)][0, 4:].any()
 
 
 # Files
@@ -261,6 +301,30 @@ def test_components_that_go_together(adapter, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_replacing_other_components_keeps_it(tmp_path):
+    """A loop without IP-Adapters takes the vision encoder away."""
+    folder = shutil.copytree(shown_export(), tmp_path / "x")
+
+    def replaced(*components, **parts):
+        options = ExportOptions(**AS_WRITTEN, components=components, verify="off")
+        export(open_checkpoint(micro_folder(), **parts), folder, options)
+        manifest = Manifest.read(folder)
+        manifest.check_files(folder)
+        assert [*manifest.verification] == [*manifest.components]
+        return manifest
+
+    replaced(PREVIEW_DECODER, preview_decoder=micro_decoder())
+    manifest = replaced("decoder")
+    assert tuple(manifest.components) == (*PARTS, PREVIEW_DECODER)
+    assert manifest.image_prompts.names == ["plus"]
+    request = read(manifest, image_prompt=MOON)
+    assert len(request.shared.image_prompt[0]) == 1
+    manifest = replaced("diffusion_model")
+    assert tuple(manifest.components) == (*PARTS[:4], PREVIEW_DECODER)
+    assert manifest.image_prompts == NO_IMAGE_PROMPTS
+    assert not (folder / "vision_encoder").exists()
+
+
 def test_generate(load_once, pipe, tmp_path, capsys):
     for name, image in (("moon", MOON), ("sea", SEA)):
         image.save(tmp_path / f"{name}.png")
@@ -332,18 +396,31 @@ def test_the_client(front, pipe):
 def test_rows(tmp_path):
     export = Manifest.read(shown_export())
     MOON.save(tmp_path / "moon.png")
+    picture(3, (101, 2)).save(tmp_path / "long.png")
+    for name in ("cut.png", "cut.jpg"):
+        MOON.save(tmp_path / name)
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-200])
     settings = check_settings({"seed": 0, "num_steps": 2}, export)
     entries = [
         {"prompt": "a", "image_prompt": "moon.png,moon.png", "image_prompt_scale": "0.5"},
         {"prompt": "b", "image_prompt": [["moon.png", "moon.png"]]},
         {"prompt": "c", "image_prompt": "none.png"},
         {"prompt": "d", "image_prompt": ["moon.png"] * 3},
+        {"prompt": "e", "image_prompt": "long.png"},
+        {"prompt": "f", "image_prompt": "cut.png"},
+        {"prompt": "g", "image_prompt": "moon.png,cut.jpg"},
     ]
     rows, failures = check_rows(entries, settings, export, tmp_path)
     path = str(tmp_path / "moon.png")
     assert [row.call.image_prompt for row in rows] == [[path, path], [[path, path]]]
     assert rows[0].call.image_prompt_scale == (0.5,)
-    assert [failure.row for failure in failures] == [2, 3]
+    assert [failure.row for failure in failures] == [2, 3, 4, 5, 6]
+    for failure, message in zip(
+        failures,
+        ["cannot be read", "1 to 2 pictures", "Received: 51 times", *["picture is damaged"] * 2],
+        strict=True,
+    ):
+        assert message in failure.reason
 
 
 @pytest.mark.long
@@ -363,6 +440,9 @@ def test_a_batch(pipe, tmp_path):
     assert psnr(shown, expected, peak=255) >= 50 > psnr(shown, plain, peak=255)
 
 
+CURL = "async (made) => (await import(new URL('static/curl.js', document.baseURI))).curl(made)"
+
+
 def test_the_page(front, tmp_path):
     MOON.save(tmp_path / "moon.png")
     with chromium() as browser, opened_page(browser, f"http://{front.http}/") as (page, seen):
@@ -380,4 +460,11 @@ def test_the_page(front, tmp_path):
         assert body["image_prompt_scale"] == 0.7
         expect(page.locator("#state")).to_contain_text("Done in")
         page.screenshot(path=artifacts(tmp_path) / "image_prompt.png", full_page=True)
+        made = {"image_prompt_scale": [1, 0.5, 1], "files": {"image_prompt-2": "moon.png"}}
+        command = page.evaluate(CURL, made)
         assert not seen.errors
+    makes_body = command.split("| curl")[0].rstrip(" \\\n")
+    result = subprocess.run(["bash", "-c", makes_body], cwd=tmp_path, stdout=subprocess.PIPE)
+    first, second, third = json.loads(result.stdout)["image_prompt"]
+    assert first is None and third is None, "of several adapters each has a place"
+    assert base64.b64decode(second) == (tmp_path / "moon.png").read_bytes()

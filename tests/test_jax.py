@@ -32,7 +32,7 @@ from sd_tf.runtime.parameter import CallError
 from sd_tf.training import memory
 from sd_tf.weights import Checkpoint, CheckpointError, layers_of, open_checkpoint
 from tests import micro
-from tests.exports import CONFIG, micro_folder, small_folder
+from tests.exports import CONFIG, micro_folder, micro_xl_folder, small_folder
 from tests.fresh import FRESH, run_python
 from tests.micro_adapters import lora
 from tests.peer_pipelines import check_pictures, psnr
@@ -161,6 +161,16 @@ def on_many_devices(folder, checkpoint, model, **options):
     stored = json.loads((folder / "bytes.json").read_text())
     assert stored["data"] == stored["one"]
     return stored["one"], stored["model"]
+
+
+def test_the_example_draws_and_refines(tmp_path):
+    """In a process of its own, with one small checkpoint as the base and as the refiner."""
+    script = Path(__file__).parent.parent / "examples" / "jax_sdxl.py"
+    options = ["--checkpoint", micro_xl_folder(), "--refiner", micro_xl_folder(), "--size", "16"]
+    printed = run_python(script, *options, "--num_steps", "4", "--out", tmp_path / "grid.png")
+    assert len(re.findall(r"^4 pictures in \d", printed, re.MULTILINE)) == 2
+    pixels = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert (pixels < 255).any(axis=-1).sum() > 3 * 16**2, "four pictures on a white page"
 
 
 def test_many_devices(tmp_path):

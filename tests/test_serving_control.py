@@ -165,14 +165,18 @@ def test_http(front, pipe):
     assert image["parameters"]["control_scale"] == [0.7, 1.0]
 
 
-HUGE = Image.new("L", (10_000, 10_000))
+LARGE, HUGE = Image.new("1", (4096, 4096)), Image.new("L", (10_000, 10_000))
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"control_image": [coded(LINES)] * 3}, "ControlNets, micro_net, micro_net. Received: 3"),
+        ({"control_image": [coded(LINES)] * 3}, "for each prompt. Received: 3"),
         ({"control_image": coded(HUGE)}, "the picture has more than 16777216 pixels"),
+        (
+            {"control_image": [coded(LARGE)] * 1000},
+            "The pictures of a call have at most 67108864 pixels together. Received: 16777216000",
+        ),
         ({"control_image": "AAAA"}, "this is not a PNG, JPEG, WebP or AVIF picture"),
         ({"control_image": "?"}, "this is not base64"),
         ({"control_image": {"a": 1}}, "control_image"),
@@ -253,7 +257,6 @@ def test_rows(tmp_path):
         assert message in failure.reason
 
 
-@pytest.mark.long
 @pytest.mark.long
 def test_a_batch(pipe, tmp_path):
     LINES.save(tmp_path / "lines.png")

@@ -643,6 +643,13 @@ def post(front, body, path="/v1/images/edits", kind=FORM, headers=None):
     return answer.status, content
 
 
+def black(*size):
+    file = io.BytesIO()
+    Image.new("1", size).save(file, "PNG")
+    return file.getvalue()
+
+
+LARGE = black(4096, 4096)
 GOOD = form(("prompt", b"a red star " * 9), ("seed", b"1"), ("strength", b"1"), ("image", OPAQUE))
 
 
@@ -685,6 +692,16 @@ GOOD = form(("prompt", b"a red star " * 9), ("seed", b"1"), ("strength", b"1"), 
             "prompt: Input should be a valid string",
         ),
         (form(("image", OPAQUE), ("prompt", b"a"), ("o[k]", b"a")), FORM, "o: there is no such"),
+        (
+            form(("image", OPAQUE), ("prompt", b"a"), ("image_prompt[0]", OPAQUE)),
+            FORM,
+            "image_prompt is a file, or several as image_prompt[]. Received: image_prompt[0]",
+        ),
+        (
+            form(("image", LARGE), ("prompt", b"a"), *[("control_image[]", LARGE)] * 4),
+            FORM,
+            "at most 67108864 pixels together. Received: 83886080",
+        ),
         (
             form(("image[]", OPAQUE), ("prompt", b"a"), ("n", b"")),
             FORM,

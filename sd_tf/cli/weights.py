@@ -79,6 +79,8 @@ def describe_controlnet(net: ControlNetCheckpoint) -> int:
     )
     order = "blue, green, red" if net.config.hint_is_bgr else "red, green, blue"
     print(f"picture     3 channels ({order}), {net.config.downscale} pixels to a latent's side")
+    if net.config.pools:
+        print("adds        averages over each map (it pools)")
     print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
     problems = list(_row("controlnet", net.config, net.tensors))
     print()

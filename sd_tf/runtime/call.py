@@ -149,9 +149,17 @@ def signature(*more: inspect.Parameter) -> inspect.Signature:
 def documentation() -> str:
     """Return a line about each parameter, for the Args of a docstring."""
     return "\n".join(
-        f"            {name}: {known.help}{'; one for all or one for each' if known.each else ''}."
+        f"            {name}: {known.help}{_counts(known)}."
         for name, known in Call.parameters().items()
     )
+
+
+def _counts(known: Parameter) -> str:
+    """Say what a list is for, as the end of a sentence."""
+    if known.per is None:
+        return "; one for all or one for each" if known.each else ""
+    of_prompts = ", or `Each([…])` with such a value for each prompt" if known.each else ""
+    return f"; one for all or a list with one for each of the export's {known.per.what}{of_prompts}"
 
 
 def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size: Size) -> Any:

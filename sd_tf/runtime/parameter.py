@@ -218,12 +218,17 @@ class Parameter:
             raise CallError(
                 self.name,
                 f"{self.name} is one for all or one for each of the export's {self.per.what}, "
-                f"{', '.join(names)}. Received: {len(values)}",
+                f"{', '.join(names)}{self._of_prompts}. Received: {len(values)}",
             )
         otherwise = self.default_for(manifest)
         values = [otherwise if one is None else one for one in values]
         read = self._several if self._takes_several else self._one
         return tuple(None if one is None else read(one, manifest, size) for one in values)
+
+    @property
+    def _of_prompts(self) -> str:
+        """How one for each prompt is given, as a part of a message."""
+        return "; in Python, Each([…]) has one for each prompt" if self.each else ""
 
     @property
     def _takes_several(self) -> bool:
@@ -239,7 +244,13 @@ class Parameter:
             raise CallError(
                 self.name,
                 f"{self.name} is 1 to {most} pictures for each of the export's {self.per.what} "
-                f"(--image_prompts). Received: {len(values)}",
+                f"(--image_prompts){self._of_prompts}. Received: {len(values)}",
+            )
+        if empty := sum(one is None for one in values):
+            raise CallError(
+                self.name,
+                f"{self.name} has no empty place among the pictures for one of the export's "
+                f"{self.per.what}. Received: {len(values)}, of which {empty} empty",
             )
         return tuple(self._one(one, manifest, size) for one in values)
 

@@ -66,7 +66,11 @@ def _of_models(label: str, help: str, otherwise: float, **known) -> Any:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a call. One that is marked `each` takes a value for all, or a list."""
+    """The parameters of a call.
+
+    One that is marked `each` takes a value for all prompts, or a list with one for each. With
+    `per`, the list is for the export's models, and `Each([…])` for the prompts.
+    """
 
     prompt: str | Sequence[str] = parameter(
         Kind.TEXT,

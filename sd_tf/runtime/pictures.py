@@ -30,9 +30,22 @@ def open_picture(source: bytes | str | Path, most_pixels: float = math.inf) -> I
     return _opened(source, most_pixels, lambda image: to_rgb(ImageOps.exif_transpose(image)))
 
 
+def count_pixels(source: bytes | str | Path, most_pixels: float = math.inf) -> int:
+    """Return the number of a picture's pixels, without decoding it."""
+    return _opened(source, most_pixels, lambda image: math.prod(image.size))
+
+
 def check_picture(source: str | Path) -> Image.Image:
-    """Check that a file begins as a picture, without decoding it; return a black pixel."""
-    return _opened(source, math.inf, lambda image: Image.new("RGB", (1, 1)))
+    """Check that a whole picture can be read; return a black one, small, of its proportions."""
+
+    def black(image: Image.Image) -> Image.Image:
+        short = min(image.size)
+        sides = [math.ceil(side / short) for side in image.size]
+        image.draft(None, (1, 1))  # a JPEG is decoded at an eighth of its size
+        to_rgb(ImageOps.exif_transpose(image))
+        return Image.new("RGB", sides)
+
+    return _opened(source, math.inf, black)
 
 
 def open_alpha(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image | None:
@@ -101,10 +114,11 @@ def middle(picture, size: int) -> np.ndarray:
         picture = Image.fromarray(_checked(array, (*array.shape[:2], 3)))
     image = to_rgb(picture)
     short, long = sorted(image.size)
-    if long > MOST_RATIO * short:
+    ratio = math.ceil(long / short)
+    if ratio > MOST_RATIO:
         raise ValueError(
             f"A picture that is a prompt is at most {MOST_RATIO} times as long as it is wide. "
-            f"Received: {image.width} × {image.height}"
+            f"Received: {ratio} times"
         )
     sides = [size if side == short else int(size * long / short) for side in image.size]
     left, top = ((side - size) // 2 for side in sides)

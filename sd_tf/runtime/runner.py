@@ -194,8 +194,9 @@ class Runner(ABC):
         for number, adapter in enumerate(prompts.adapters):
             tokens, shown = found[tokens_of(number)], found[shown_of(number)]
             places = (prompts.most, adapter.tokens, prompts.width)
-            nothing = encoded[NOTHING][tokens_of(number)]
-            found[f"unconditional_{tokens_of(number)}"][:] = np.tile(nothing, (prompts.most, 1))
+            if NOTHING in encoded:
+                nothing = encoded[NOTHING][tokens_of(number)]
+                found[f"unconditional_{tokens_of(number)}"][:] = np.tile(nothing, (prompts.most, 1))
             for row, own in zip(tokens, rows, strict=True):
                 for place, picture in zip(row.reshape(places), own[number] or (), strict=False):
                     place[:] = encoded[id(picture)][tokens_of(number)]
@@ -204,9 +205,10 @@ class Runner(ABC):
         return found
 
     def _encoded(self, pictures: Mapping[int, np.ndarray], size: int, shape: Shape) -> dict:
-        """Encode each picture once, and that there is none; return the tokens by the same keys."""
+        """Encode each picture once, and for guidance none; return the tokens by the same keys."""
         everything = {NOTHING: np.zeros((size, size, 3), "uint8"), **pictures}
-        keys, found = list(everything), {}
+        keys = list(pictures if self.manifest.guidance == "none" else everything)
+        found = {}
         for start in range(0, len(keys), shape.batch_size):
             batch = keys[start : start + shape.batch_size]
             filled = batch + [NOTHING] * (shape.batch_size - len(batch))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sd_tf.config import ControlNetConfig, PipelineConfig
+from sd_tf.config import ControlNetConfig, PipelineConfig, family_of
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import Batch
@@ -61,14 +61,7 @@ class ControlBatches(EditBatches):
 
 def net_config(config: PipelineConfig) -> ControlNetConfig:
     """Return the configuration of a ControlNet for a checkpoint's UNet."""
-    channels = config.autoencoder.latent_channels
-    trunk = replace(
-        config.denoiser,
-        in_channels=channels,
-        out_channels=channels,
-        up_depths=(),
-        guidance_embed_dim=None,
-    )
+    trunk = replace(config.denoiser, up_depths=(), guidance_embed_dim=None)
     return ControlNetConfig(trunk, HINT_CHANNELS[: len(config.autoencoder.channels)])
 
 
@@ -82,13 +75,8 @@ def new_net(checkpoint: Checkpoint, precision: str = "float32", seed: int = 0) -
         if path.startswith(ZEROS):
             slot.fill(lambda slot=slot: np.zeros(slot.shape, "float32"))
         elif path in unet:
-            inputs = slot.shape[1] if path == "conv_in.weight" else None  # not what stands beside
-            slot.fill(lambda path=path, inputs=inputs: _first(unet[path].read(), inputs))
+            slot.fill(lambda path=path: unet[path].read())
     return net
-
-
-def _first(kernel: np.ndarray, inputs: int | None) -> np.ndarray:
-    return kernel if inputs is None else kernel[:, :inputs]
 
 
 def prepare(
@@ -97,10 +85,11 @@ def prepare(
     """Build the models, loss and batches; `pairs` are, on several hosts, this host's part."""
     options.check()
     check_family(checkpoint.config)
-    if checkpoint.config.latent_inputs == "image":
+    if checkpoint.config.latent_inputs != "none":
         raise TrainingError(
-            "A checkpoint that edits pictures takes no ControlNet. Train it on the one that it was "
-            "made from."
+            f"A ControlNet is trained beside a UNet that takes noisy latents alone, not one that "
+            f"edits or paints in pictures: train it on the checkpoint that this one was made from. "
+            f"Received: {family_of(checkpoint.config)}"
         )
     host = this_host()
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}

@@ -162,7 +162,8 @@ def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
     if path.exists():
         raise CheckpointError(
             f"{path} is not a ControlNet: give a folder whose {diffusers_controlnet.CONFIG} says "
-            f"{diffusers_controlnet.CLASS}, or a .safetensors file."
+            f"{diffusers_controlnet.CLASS}, or a .safetensors file that has "
+            f"zero_convs.* or controlnet_down_blocks.*."
         )
     return _from_hub(source, diffusers_controlnet.open_folder)
 

@@ -1,6 +1,7 @@
 """Open a ControlNet's single `.safetensors` file, in the original layout or with diffusers' names.
 
 The file tells the sizes. As for a checkpoint, the number of heads follows the family's convention.
+The tensors do not tell whether the net pools; the file's name does, as it was published.
 """
 
 import re
@@ -9,17 +10,22 @@ from pathlib import Path
 
 from sd_tf.config import FAMILIES, ControlNetConfig
 from sd_tf.config.original_names import original_names
-from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors
+from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
 from sd_tf.weights.controlnet import ControlNetCheckpoint
 from sd_tf.weights.single_file import read_unet
-from sd_tf.weights.single_file_names import Tensors, under, unet_names
+from sd_tf.weights.single_file_names import BUFFERS, UNET, VAE, Tensors, under, unet_names
 
 PREFIX = "control_model."
+# Where a ControlNet is stored with the checkpoint that it was trained on.
+WHOLE = (PREFIX, UNET, VAE, "cond_stage_model.")
+DIFFERENCE = "difference"  # a tensor that marks weights to be added to a UNet's
+LORA = "lora_controlnet"  # one that marks a ControlLoRA
 HINT = "controlnet_cond_embedding."
 HINT_ENDS = {0: "conv_in", 7: "conv_out"}  # the other layers of the hint are blocks
 ZERO = re.compile(r"controlnet_down_blocks\.\d+\.weight")
 SIZES = 6  # numbers of SDXL's size conditioning
 SIZE_WIDTH = 256  # to which each of them is embedded, in all that were published
+POOLING = ("_shuffle", "_shuffle_fp16")  # how the names of those that pool end
 FAMILY_OF_KIND = {"SD1": "sd1", "SD2": "sd2-base", "SDXL": "sdxl-base"}
 
 
@@ -34,7 +40,7 @@ def is_controlnet_file(path: Path) -> bool:
 def open_file(path: Path) -> ControlNetCheckpoint:
     """Open a file that `is_controlnet_file`."""
     stored = open_safetensors(path)
-    original = under(stored, PREFIX) or stored
+    original = _net(stored, path)
     if any(name.startswith("zero_convs.") for name in original):
         kind = "single file"
         tensors = {_hinted(name): t for name, t in unet_names(original).items()}
@@ -44,6 +50,28 @@ def open_file(path: Path) -> ControlNetCheckpoint:
     return ControlNetCheckpoint(
         path.stem, str(path), kind, _config(original, tensors, path), tensors
     )
+
+
+def _net(stored: Tensors, path: Path) -> Tensors:
+    """Return the ControlNet's own tensors; refuse a file in which others change what they mean."""
+    if DIFFERENCE in stored:
+        raise CheckpointError(
+            f"{path} is a ControlNet stored as differences from a UNet, as its tensor "
+            f"{DIFFERENCE!r} says. Give one that is stored whole."
+        )
+    if LORA in stored:
+        raise CheckpointError(
+            f"{path} is a ControlLoRA, as its tensor {LORA!r} says. Give a whole ControlNet."
+        )
+    original = under(stored, PREFIX)
+    if not original:
+        return stored
+    if surplus := [n for n in stored if not n.startswith(WHOLE) and not BUFFERS.match(n)]:
+        raise CheckpointError(
+            f"{path} holds {len(surplus)} tensors that belong to no ControlNet and to no "
+            f"checkpoint; without them the net may compute something else: {shortened(surplus)}"
+        )
+    return original
 
 
 def _hinted(name: str) -> str:
@@ -82,4 +110,5 @@ def _config(original: Tensors, tensors: Tensors, path: Path) -> ControlNetConfig
     widths = [tensors[f"{HINT}conv_in.weight"].shape[0]]
     while (name := f"{HINT}blocks.{2 * len(widths) - 1}.weight") in tensors:
         widths.append(tensors[name].shape[0])
-    return ControlNetConfig(trunk, tuple(widths))
+    pools = path.stem.endswith(POOLING)
+    return ControlNetConfig(trunk, tuple(widths), pools=pools)

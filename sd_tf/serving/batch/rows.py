@@ -1,6 +1,7 @@
 """Read prompts from txt, csv, jsonl or parquet, check them by row, and divide them into units."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +107,7 @@ def check_rows(
         folder: where the paths of pictures in a row begin.
     """
     rows, failures, numbers = [], [], {}
+    read_picture = functools.lru_cache(check_picture)  # many rows may have the same one
     for number, entry in enumerate(entries):
         name = f"{number:06d}"
         try:
@@ -116,8 +118,8 @@ def check_rows(
             if name in numbers:
                 raise ValueError(f"the id is also that of row {numbers[name]}")
             numbers[name] = number
-            defaults = {**settings, "seed": settings["seed"] + number}
-            rows.append(Row(name, _call({**defaults, **_values(entry, folder)}, manifest)))
+            values = {**settings, "seed": settings["seed"] + number, **_values(entry, folder)}
+            rows.append(Row(name, _call(values, manifest, read_picture)))
         except ValueError as error:
             failures.append(Failure(number, name, str(error)))
     return rows, failures
@@ -207,14 +209,14 @@ def _with_pictures(values: Mapping[str, Any], read: Callable) -> dict[str, Any]:
     }
 
 
-def _call(values: Mapping[str, Any], manifest: Manifest) -> Call:
+def _call(values: Mapping[str, Any], manifest: Manifest, read_picture: Callable) -> Call:
     prompt = values.get("prompt", "")
     if isinstance(prompt, str) and not prompt.strip():
         raise ValueError("the prompt is empty")
     for name, known in row_parameters().items():
         if known.each and known.is_many(values.get(name)):  # a row is one picture
             raise known.refusal(values[name], manifest)
-    call = Call(**_with_pictures(values, check_picture)).completed(manifest)
+    call = Call(**_with_pictures(values, read_picture)).completed(manifest)
     return replace(call, **{name: values[name] for name in call.files()})
 
 

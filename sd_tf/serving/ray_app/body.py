@@ -1,8 +1,10 @@
 """Read and check the body of POST /generate: a call's parameters, and how to deliver pictures."""
 
 import base64
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from PIL import Image
@@ -11,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import NONE, Kind, Parameter, parameter, parameters_of
-from sd_tf.runtime.pictures import PictureError, open_picture
+from sd_tf.runtime.pictures import PictureError, count_pixels, open_picture
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.serving.errors import RefusedError
@@ -19,6 +21,7 @@ from sd_tf.serving.ray_app.batching import Events, Job, Together
 
 MOST_PREVIEWS = 20
 MOST_PIXELS = 16 << 20  # of a picture that is sent
+MOST_TOGETHER = 64 << 20  # pixels of all pictures of a body
 MOST_COUNT = 10_000
 LONGEST_TIMEOUT = 3600.0
 MOST_COMMAS = 100_000  # of a body; they bound the number of its values before it is parsed
@@ -250,28 +253,58 @@ def _size_field(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def opened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's values with its pictures opened, which are files in base64."""
+def opened(values: Mapping[str, Any], others: Sequence[Image.Image] = ()) -> dict[str, Any]:
+    """Return a call's values with its pictures opened, which are files in base64.
+
+    None is decoded before the pixels of all are counted.
+
+    Args:
+        others: pictures of the same body that are opened already.
+    """
     known = Call.parameters()
-    return {
-        name: _pictures(name, value) if known[name].is_file else value
+    pixels = sum(math.prod(picture.size) for picture in others)
+
+    def counted(name: str, text: str) -> bytes:
+        nonlocal pixels
+        content = _file(name, text)
+        pixels += _read(name, content, how=count_pixels)
+        return content
+
+    files = {
+        name: _for_each(name, value, counted)
         for name, value in values.items()
+        if known[name].is_file
     }
+    if pixels > MOST_TOGETHER:
+        raise RefusedError(
+            422,
+            f"The pictures of a call have at most {MOST_TOGETHER} pixels together. "
+            f"Received: {pixels}",
+        )
+    read = partial(_read, how=open_picture)
+    pictures = {name: _for_each(name, value, read) for name, value in files.items()}
+    return {**values, **pictures}
 
 
-def _pictures(name: str, value: str | Sequence) -> Any:
-    if isinstance(value, str):
-        return _picture(name, value)
-    return [None if one is None else _pictures(name, one) for one in value]
+def _for_each(name: str, value: Any, read: Callable[[str, Any], Any]) -> Any:
+    """Return what `read` makes of a picture, or of each of a list's, in which None stays None."""
+    if isinstance(value, list | tuple):
+        return [None if one is None else _for_each(name, one, read) for one in value]
+    return read(name, value)
 
 
-def _picture(name: str, content: str) -> Image.Image:
+def _file(name: str, text: str) -> bytes:
     try:
-        return open_picture(base64.b64decode(content, validate=True), MOST_PIXELS)
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:  # also for letters beyond ASCII
+        raise RefusedError(422, f"{name}: this is not base64 ({error}).") from error
+
+
+def _read(name: str, content: bytes, how: Callable) -> Any:
+    try:
+        return how(content, MOST_PIXELS)
     except PictureError as error:
         raise RefusedError(422, f"{name}: {error}.") from error
-    except ValueError as error:  # of base64, also for letters beyond ASCII
-        raise RefusedError(422, f"{name}: this is not base64 ({error}).") from error
 
 
 def problems(error: ValidationError, body: type[BaseModel]) -> str:

@@ -29,8 +29,7 @@ const ENCODE = [
 // Returns the command line; `files` are the names of the pictures that were sent, by field.
 export function curl({ files = {}, ...parameters }) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null);
-  const nets = parameters.control_scale?.length ?? 0;
-  const all = { ...Object.fromEntries(given), ...lists.empty(Object.keys(files), nets) };
+  const all = { ...Object.fromEntries(given), ...lists.empty(Object.keys(files), parameters) };
   const body = quoted(JSON.stringify(all));
   const address = new URL("generate", document.baseURI).href;
   const sent = Object.entries(files).flat().map(quoted);

@@ -1,6 +1,8 @@
 // Parameters with a value for each of several models: a field for each value, and one list in a request.
 
 const MANY = /^(.+)-(\d+)$/; // the name of such a field: the list's, and the place in it
+// The list of numbers that goes with a list of pictures: as long, and among a picture's parameters.
+const NUMBERS = { control_image: "control_scale", image_prompt: "image_prompt_scale" };
 
 // Whether a request gives a value, or one of a list's.
 export const has = (request, name) =>
@@ -30,7 +32,8 @@ export function spread(parameters, fields) {
 }
 
 // Returns the lists that hold nothing yet, for the files of these fields.
-export function empty(names, count) {
+export function empty(names, parameters) {
   const lists = names.map((name) => MANY.exec(name)?.[1]).filter((list) => list !== undefined);
-  return Object.fromEntries(lists.map((list) => [list, Array(count).fill(null)]));
+  const length = (list) => parameters[NUMBERS[list]].length;
+  return Object.fromEntries(lists.map((list) => [list, Array(length(list)).fill(null)]));
 }

@@ -47,10 +47,16 @@ def read_form(body: bytes, content_type: str) -> dict[str, Any]:
     return values
 
 
-def in_base64(content: bytes | list[bytes]) -> str | list[str | None]:
+def in_base64(name: str, content: bytes | list[bytes] | dict[str, bytes]) -> str | list[str | None]:
     """Return files, or texts in base64, as texts in base64; None for an empty one of a list."""
+    if isinstance(content, dict):
+        raise RefusedError(
+            422,
+            f"{name} is a file, or several as {name}[]. Received: {name}[{min(content)[:100]}]",
+            name,
+        )
     if isinstance(content, list):
-        return [in_base64(one) if one else None for one in content]
+        return [in_base64(name, one) if one else None for one in content]
     try:
         base64.b64decode(content, validate=True)
     except ValueError:

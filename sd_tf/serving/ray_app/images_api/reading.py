@@ -87,7 +87,7 @@ class Reader:
                 values[name] = _only(name, values[name])
         for name in STEERING_FILES:
             if name in values:
-                values[name] = in_base64(values[name])
+                values[name] = in_base64(name, values[name])
         try:  # not strictly: a form has texts alone
             asked = Edit.model_validate(values, strict=False)
         except ValidationError as error:
@@ -113,7 +113,7 @@ class Reader:
         own = {name: value for name, value in given.items() if name in CALL_FIELDS}
         call = {
             **settings.call_defaults(manifest),
-            **opened(own),
+            **opened(own, [*pictures.values()]),
             **pictures,
             "prompt": asked.prompt,
         }
