@@ -15,10 +15,13 @@ import pytest
 
 from sd_tf.bench import report, run, timing
 from sd_tf.bench.plan import BenchError, BenchOptions, make_plan
+from sd_tf.bench.starts import host_share
 from sd_tf.cli.main import main
+from sd_tf.config.rewrites import IN_GRAPH
+from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shapes
-from tests.exports import micro_export, shared_export
+from tests.exports import editing_export, micro_export, shared_export
 
 
 def shapes(height):
@@ -184,6 +187,8 @@ def test_plan_of_all(full_size_manifest, tmp_path):
         ({"guidance": "none"}, {}, "KerasCV always guides"),
         ({"shapes": shapes(320)}, {}, "multiples of 128. This one is 320×512"),
         ({"precision": "bfloat16"}, {}, "this export's has about 1719.1 M"),
+        ({"storage": {"unet": "int8"}}, {}, "this export's has about 3438.2 M"),
+        ({"controls": (ControlRecord("canny", False),)}, {}, "ControlNets or IP-Adapters. .*canny"),
         ({}, {"scheduler": "pndm"}, "calls its model 5 times for 5 steps, pndm 6 times"),
     ],
 )
@@ -193,7 +198,28 @@ def test_not_the_same_work(full_size_manifest, tmp_path, change, options, reason
     assert [job.engine for job in planned.jobs] == ["saved_models"] * 2
     assert {job.scheduler for job in planned.jobs} == {"pndm"}
     [left_out] = planned.left_out
-    assert reason in left_out.reason and not left_out.failed
+    assert re.search(reason, left_out.reason) and not left_out.failed
+
+
+def test_what_is_stored_otherwise_is_the_same_work(full_size_manifest, tmp_path):
+    """Fewer bits, and places for adapters in a file of their own."""
+    record = full_size_manifest.components["diffusion_model"]
+    data = "diffusion_model/1/variables/variables.data-0000{}-of-00003"
+    files = {data.format(index): {"size": size} for index, size in enumerate((861e6, 3e9, 1e6))}
+    parts = {"diffusion_model": dataclasses.replace(record, files=files)}
+    changes = {"storage": {"unet": "int8"}, "components": full_size_manifest.components | parts}
+    planned = plan_with(dataclasses.replace(full_size_manifest, **changes), tmp_path, all=True)
+    assert len(planned.jobs) == 4 and not planned.left_out
+
+
+def test_an_export_that_xla_does_not_compile(full_size_manifest, tmp_path):
+    record = full_size_manifest.components["diffusion_model"]
+    record = dataclasses.replace(record, rewrites=IN_GRAPH.names)
+    parts = full_size_manifest.components | {"diffusion_model": record}
+    changes = {"precision": "bfloat16", "components": parts}
+    planned = plan_with(dataclasses.replace(full_size_manifest, **changes), tmp_path, all=True)
+    assert [job.name for job in planned.jobs] == ["SavedModels", "SavedModels + graph kernels"]
+    assert [job.in_graph for job in planned.jobs] == [True, True]
 
 
 # Flags
@@ -346,6 +372,12 @@ def test_starts(tmp_path, capsys):
     seconds = {name: found["starts"][name]["median"] for name in ("without", "filling", "filled")}
     assert min(seconds.values()) > 0.5, "a process that imports TensorFlow"
     assert 0 < found["host"]["compiled"]["median"] < min(seconds.values())
+
+
+def test_the_hosts_share_of_an_edit():
+    """An export that needs a picture gets one."""
+    found = host_share(str(editing_export()), num_steps=1, calls=1)
+    assert min(found[part]["median"] for part in ("call", "compiled")) > 0
 
 
 def test_wrong_starts(capsys):

@@ -1,5 +1,6 @@
 """The comparison with peers, on real small runs: agreement, figures, report, and messages."""
 
+import contextlib
 import copy
 import html.parser
 import json
@@ -21,10 +22,10 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_tf.bench.application import command_line, descendants
 from sd_tf.bench.peers import agreement, apart, folders, report, scaling, targets
-from sd_tf.bench.peers.engine import GUIDANCE, KINDS, STAGES, Job
+from sd_tf.bench.peers.engine import DENOISERS, GUIDANCE, KINDS, OURS, STAGES, Job, NoGpuError
 from sd_tf.bench.peers.engines import kerascv
 from sd_tf.bench.peers.flops import unet_flops
-from sd_tf.bench.peers.measure import ComparisonOptions, Running, full_seconds, measure
+from sd_tf.bench.peers.measure import ComparisonOptions, Running, Size, full_seconds, measure
 from sd_tf.bench.peers.process import KilledError, Process, environment
 from sd_tf.bench.plan import BenchError
 from sd_tf.cli.main import main
@@ -467,6 +468,48 @@ def test_environment(monkeypatch):
     assert given["OMP_NUM_THREADS"] == given["TF_NUM_INTRAOP_THREADS"] == "3"
 
 
+@pytest.mark.parametrize("engine", ["sd_tf", "kerascv", "torch"])
+def test_what_sees_no_gpu_measures_nothing(tmp_path, monkeypatch, engine):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with Process(job(engine=engine, device="gpu"), tmp_path / "log.txt") as process:
+        with pytest.raises(NoGpuError, match="`device` gpu needs a GPU that .* sees"):
+            process.ask("load")
+
+
+@pytest.mark.parametrize("error", [NoGpuError, BenchError])
+def test_jax_replaces_ours_where_tensorflow_sees_no_gpu(tmp_path, monkeypatch, error):
+    """And for no other reason."""
+    started = []
+
+    def start(self, name):
+        started.append(name)
+        if name == OURS:
+            raise error("said why")
+        return SimpleNamespace(process=contextlib.nullcontext())
+
+    monkeypatch.setattr(Size, "_start", start)
+    size = Size(ComparisonOptions(device="gpu"), tmp_path, tmp_path, 64, print)
+    peers = ["torch", "jax"]
+    if error is BenchError:
+        with pytest.raises(BenchError, match="said why"), size._reference(peers):
+            pass
+        assert started == [OURS] and not size.left_out
+        return
+    with size._reference(peers):
+        assert started == [OURS, "jax"] and peers == ["torch"]
+    assert [entry["name"] for entry in size.left_out] == [OURS]
+
+
+def test_labels():
+    """XLA is not named where it compiles nothing."""
+    for kinds, name in ((KINDS, "sd_tf SavedModels"), (DENOISERS, "sd_tf, TensorFlow")):
+        label = kinds[OURS].label_in
+        assert label("bfloat16") == f"{name} + graph kernels"
+        assert label("float32") == label("bfloat16", "gpu") == f"{name} + XLA"
+    assert KINDS["kerascv"].label_in("bfloat16") == "KerasCV + XLA"
+    assert job(engine=OURS, precision="bfloat16").label == "sd_tf SavedModels + graph kernels"
+
+
 def test_apart_says_what_failed():
     with pytest.raises(BenchError, match=r"sqrt: TypeError: "):
         apart(math.sqrt, "x")
@@ -497,6 +540,12 @@ def test_what_was_made_is_used_again(tmp_path):
     for content, count in (("a", 1), ("a", 1), ("b", 2)):
         folders._once(tmp_path / "folder", content, make)
         assert len(made) == count
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    with pytest.raises(BenchError, match=r"openvino is not installed\."):
+        folders.convert(tmp_path, tmp_path / "openvino")
 
 
 # Scaling

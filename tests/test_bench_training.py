@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from sd_tf.bench.peers import training
+from sd_tf.bench.plan import BenchError
+from sd_tf.checkpoints import DIT_CONFIG, make_random
 from sd_tf.cli.main import main
 from tests.exports import micro_folder
 
@@ -38,3 +40,9 @@ def test_updates_in_turn(tmp_path, capsys):
 def test_wrong_flags(flags, message, capsys):
     assert main(["bench", "training", *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_only_unets_that_take_latents_and_a_context(tmp_path):
+    make_random(DIT_CONFIG, tmp_path, dtype="float16")
+    with pytest.raises(BenchError, match="needs a text-to-image checkpoint of SD1 or SD2"):
+        training.write_inputs(tmp_path / "inputs.npz", str(tmp_path), 1)

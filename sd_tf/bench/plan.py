@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from sd_tf.errors import SdTfError
+from sd_tf.runtime.graph_kernels import is_in_graph
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape, ShapeError
 
@@ -14,7 +15,7 @@ KERASCV_MULTIPLE = 128
 KERASCV_SIZE = 512
 KERASCV_MAX_STEPS = 1000
 SD1_UNET_PARAMETERS = 859_520_964
-ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 class BenchError(SdTfError):
@@ -62,11 +63,14 @@ class Job:
     width: int
     precision: str
     compile_cache: str | None
+    in_graph: bool  # XLA compiles nothing: TensorFlow's own kernels take its place
 
     @property
     def name(self) -> str:
         engine = {"saved_models": "SavedModels", "kerascv": "KerasCV"}[self.engine]
-        return f"{engine} + XLA" if self.jit_compile else engine
+        if not self.jit_compile:
+            return engine
+        return f"{engine} + {'graph kernels' if self.in_graph else 'XLA'}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def make_plan(options: BenchOptions) -> Plan:
             scheduler=scheduler,
             model_calls=model_calls,
             precision=manifest.precision if engine == "saved_models" else "float32",
+            in_graph=engine == "saved_models" and is_in_graph(manifest, "diffusion_model"),
             **_geometry(manifest, options, engine),
             **shared,
         )
@@ -142,6 +147,8 @@ def why_not_the_same_work(manifest: Manifest, options: BenchOptions) -> str | No
     ours = f"This export is {manifest.family}"
     if manifest.family != "sd1" or manifest.latent_inputs != "none":
         return f"KerasCV's pipeline is Stable Diffusion 1.4, text to image. {ours}."
+    if more := [*(net.name for net in manifest.controls), *manifest.image_prompts.names]:
+        return f"KerasCV has no ControlNets or IP-Adapters. {ours} with {', '.join(more)}."
     parameters = unet_parameters(manifest)
     if not math.isclose(parameters, SD1_UNET_PARAMETERS, rel_tol=0.05):
         return (
@@ -165,10 +172,10 @@ def why_not_the_same_work(manifest: Manifest, options: BenchOptions) -> str | No
 
 
 def unet_parameters(manifest: Manifest) -> float:
-    """Count the UNet's parameters from the bytes of its variables."""
+    """Count the UNet's parameters from the bytes of its weights, nearly all of them kernels."""
     files = manifest.components["diffusion_model"].files
-    data = sum(known["size"] for name, known in files.items() if ".data-" in name)
-    return data / ITEM_SIZES[manifest.precision]
+    weights = min(name for name in files if ".data-" in name)  # others have places for adapters
+    return files[weights]["size"] / ITEM_SIZES[manifest.storage.get("unet", manifest.precision)]
 
 
 def check(options: BenchOptions) -> None:

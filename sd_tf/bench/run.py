@@ -80,7 +80,7 @@ def run_job(job: Job) -> dict:
         "name": job.name,
         **dataclasses.asdict(job),
         **result,
-        "compilations": compilations(log, job.jit_compile),
+        "compilations": compilations(log, job.jit_compile and not job.in_graph),
     }
 
 

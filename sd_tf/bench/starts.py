@@ -51,6 +51,7 @@ def starts(export_dir: str, num_steps: int, rounds: int) -> dict:
 def host_share(export_dir: str, num_steps: int, calls: int) -> dict:
     """Measure the percentage of a warm call that is not spent in its compiled functions."""
     from sd_tf.runtime.chain import open_export
+    from sd_tf.runtime.needed_pictures import blank_pictures
     from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 
     class Recording(SavedModelRunner):
@@ -67,13 +68,15 @@ def host_share(export_dir: str, num_steps: int, calls: int) -> dict:
     manifest, tokenizers = open_export(Path(export_dir))
     replica = Recording(Path(export_dir), manifest, True, None)
     pipe = Pipeline(manifest, [replica], tokenizers, 0.0)
-    prompts = [BenchOptions.prompt] * manifest.shapes.first.batch_size
+    shape = manifest.shapes.first
+    prompts = [BenchOptions.prompt] * shape.batch_size
+    pictures = blank_pictures(manifest, shape.size)
     pipe.warm_up()
     whole, compiled = [], []
     for _ in range(calls):
         replica.seen.clear()
         start = time.perf_counter()
-        pipe(prompts, num_steps=num_steps, seed=0)
+        pipe(prompts, num_steps=num_steps, seed=0, **pictures)
         whole.append(time.perf_counter() - start)
         functions = [
             (replica.component(component), signature, inputs)

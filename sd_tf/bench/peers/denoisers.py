@@ -57,12 +57,15 @@ def compare(options: DenoiserOptions, progress: Progress) -> dict:
     inputs, load_average = work / "denoiser.npz", os.getloadavg()
     shapes = apart(write_inputs, inputs, options.checkpoint, options.size)
     engines = list(dict.fromkeys([OURS, *options.engines]))
-    found = {name: {"label": DENOISERS[name].label, "seconds": []} for name in engines}
+    found = {
+        name: {"label": DENOISERS[name].label_in(options.precision), "seconds": []}
+        for name in engines
+    }
     for round_ in range(options.rounds):
         for name in engines:
             if FAILED in found[name]:
                 continue
-            progress(f"round {round_ + 1} of {options.rounds}: {DENOISERS[name].label} …")
+            progress(f"round {round_ + 1} of {options.rounds}: {found[name]['label']} …")
             try:
                 _measure(name, options, inputs, work, found)
             except KilledError as error:

@@ -6,11 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from sd_tf.bench.plan import BenchError
+from sd_tf.config.rewrites import in_saved_models
+
 SAMPLER = "ddim"  # all engines have it but KerasCV, whose own method takes as many model calls
 GUIDANCE = 7.5
 PROMPT, NEGATIVE = "a lighthouse on a cliff above the sea at sunset, oil painting", ""
 STAGES = ("text_encoder", "unet_step", "decoder")
 OURS, PLAIN = "sd_tf", "plain"
+
+
+class NoGpuError(BenchError):
+    """An engine's library sees no GPU, and one is to be measured."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,15 @@ class Job:
     @property
     def kind(self) -> "Kind":
         return TABLES[self.does][self.engine]
+
+    @property
+    def label(self) -> str:
+        return self.kind.label_in(self.precision, self.device)
+
+    def check_device(self, library: str, has_gpu: bool) -> None:
+        """Refuse to measure on the CPU what is to be measured on a GPU."""
+        if self.device == "gpu" and not has_gpu:
+            raise NoGpuError(f"`device` gpu needs a GPU that {library} sees.")
 
 
 @dataclass(frozen=True)
@@ -71,14 +87,19 @@ class Kind:
 
     label: str
     module: str  # in the package `engines`
+    in_graph: str | None = None  # the label where TensorFlow's own kernels take XLA's place
     backend: str = "tensorflow"  # Keras' backend
     devices: tuple[str, ...] = ("cpu", "gpu")
     precisions: tuple[str, ...] = ("float32", "bfloat16", "float16")
     chooses_precision: bool = False  # as the device does it best, whatever the job's
 
+    def label_in(self, precision: str, device: str = "cpu") -> str:
+        is_in_graph = in_saved_models(device, precision).graph_kernels
+        return self.in_graph if is_in_graph and self.in_graph is not None else self.label
+
 
 KINDS = {
-    OURS: Kind("sd_tf SavedModels + XLA", "saved_models"),
+    OURS: Kind("sd_tf SavedModels + XLA", "saved_models", "sd_tf SavedModels + graph kernels"),
     PLAIN: Kind("sd_tf SavedModels", "saved_models"),
     "kerascv_plain": Kind("KerasCV", "kerascv"),
     "kerascv": Kind("KerasCV + XLA", "kerascv"),
@@ -106,7 +127,7 @@ TRAINERS = {
 # A denoiser's only stage is one call of a transformer, whose output is the prediction.
 CALL = "call"
 DENOISERS = {
-    OURS: Kind("sd_tf, TensorFlow + XLA", "our_denoiser"),
+    OURS: Kind("sd_tf, TensorFlow + XLA", "our_denoiser", "sd_tf, TensorFlow + graph kernels"),
     "jax": Kind("sd_tf on JAX", "our_denoiser", backend="jax"),
     "torch": Kind("diffusers, PyTorch eager", "diffusers_denoiser"),
     "torch_compile": Kind("diffusers, torch.compile", "diffusers_denoiser"),

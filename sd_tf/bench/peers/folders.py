@@ -45,7 +45,7 @@ def checkpoint(given: str | None, work: Path) -> Path:
 
 def export(source: Path, folder: Path, flags: dict[str, object]) -> float | None:
     """Export by the command that users run; return its seconds, or None if the export is reused."""
-    content = [_state_of(source), _code(), sorted(flags.items())]
+    content = [_state_of(source), _code(), _versions("tensorflow", "keras"), sorted(flags.items())]
     command = [sys.executable, "-m", "sd_tf", "export", f"--checkpoint={source}"]
     command += [f"--out={folder}", "--verify=off", "--overwrite"]
     command += [f"--{name}={value}" for name, value in flags.items()]
@@ -71,14 +71,21 @@ def export(source: Path, folder: Path, flags: dict[str, object]) -> float | None
 
 def convert(source: Path, folder: Path) -> float:
     """Convert the checkpoint to OpenVINO's models, for any size; return the seconds it took."""
+    libraries = _versions("openvino", "diffusers", "torch")
     from sd_tf.bench.peers.engines.openvino_ir import convert as make
 
-    libraries = [importlib.metadata.version(name) for name in ("openvino", "diffusers", "torch")]
     seconds = _once(folder, [_state_of(source), libraries], lambda: apart(make, source, folder))
     record = folder / "seconds.json"
     if seconds is not None:
         record.write_text(json.dumps(seconds), encoding="utf-8")
     return json.loads(record.read_text(encoding="utf-8"))
+
+
+def _versions(*libraries: str) -> list[str]:
+    try:
+        return [importlib.metadata.version(name) for name in libraries]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise BenchError(f"{error.name} is not installed.") from error
 
 
 def _once(folder: Path, content, make: Callable[[], None]) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 import sd_tf
 from sd_tf.bench.peers import agreement, apart, folders, inputs
-from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, SELDOM, STAGES, Job
+from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, SELDOM, STAGES, Job, NoGpuError
 from sd_tf.bench.peers.flops import unet_flops
 from sd_tf.bench.peers.process import Process
 from sd_tf.bench.plan import BenchError, BenchOptions, why_not_the_same_work
@@ -164,8 +164,8 @@ class Size:
         """
         try:
             ours = self._start(OURS)
-        except BenchError as error:
-            if self.options.device != "gpu" or "jax" not in peers:
+        except NoGpuError as error:
+            if "jax" not in peers:
                 raise
             self._leave_out(OURS, str(error), failed=False)
             peers.remove("jax")
@@ -175,7 +175,7 @@ class Size:
 
     def _start(self, name: str) -> "Running":
         """Start an engine and call every stage once."""
-        self.progress(f"{KINDS[name].label} …")
+        self.progress(f"{self._label(name)} …")
         log = self.work / "logs" / f"{name}-{self.size}.log"
         with ExitStack() as stack:
             process = stack.enter_context(Process(self._job(name), log))
@@ -217,7 +217,7 @@ class Size:
             return self._compare(ours, name)
         except BenchError as error:
             self._leave_out(name, str(error), failed=True)
-            self.progress(f"{KINDS[name].label} failed: {error}")
+            self.progress(f"{self._label(name)} failed: {error}")
             return None
 
     def _why_not(self, name: str) -> str | None:
@@ -231,8 +231,11 @@ class Size:
         return None
 
     def _leave_out(self, name: str, reason: str, failed: bool) -> None:
-        entry = {"name": name, "label": KINDS[name].label, "reason": reason, "failed": failed}
-        self.left_out.append(entry)
+        label = self._label(name)
+        self.left_out.append({"name": name, "label": label, "reason": reason, "failed": failed})
+
+    def _label(self, name: str) -> str:
+        return KINDS[name].label_in(self.options.precision, self.options.device)
 
     def _compare(self, ours: "Running", name: str) -> dict:
         conversion_seconds = 0.0
@@ -309,7 +312,7 @@ class Running:
     @property
     def label(self) -> str:
         precision = self.loaded["precision"]
-        return KINDS[self.name].label + ("" if precision is None else f", {precision}")
+        return self.process.job.label + ("" if precision is None else f", {precision}")
 
     def described(self, stages: dict[str, dict], conversion_seconds: float = 0.0) -> dict:
         loops = KINDS[self.name].module == KINDS[OURS].module

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sd_tf.bench.peers.engine import Job
+from sd_tf.bench.peers.engine import Job, NoGpuError
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.run import LOG_LINES, python_path
 
@@ -44,7 +44,7 @@ class Process:
     """A worker process, which ends with the `with` block."""
 
     def __init__(self, job: Job, log: Path):
-        self.job, self.label, self._log = job, job.kind.label, log
+        self.job, self.label, self._log = job, job.label, log
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "sd_tf.bench.peers.worker"]
         with open(log, "wb") as file:
@@ -89,5 +89,6 @@ class Process:
             raise BenchError("\n".join([f"The process ended with status {status}:", *tail]))
         reply = json.loads(line)
         if "error" in reply:
-            raise BenchError(f"{reply['error']} (log: {self._log})")
+            kind = NoGpuError if reply["has_no_gpu"] else BenchError
+            raise kind(f"{reply['error']} (log: {self._log})")
         return reply

@@ -142,10 +142,11 @@ def table(results: dict) -> str:
 
 
 def work(results: dict) -> str:
-    steps = results["flags"]["steps"]
+    flags = results["flags"]
+    label = KINDS[OURS].label_in(flags["precision"], flags["device"])
     return (
-        f"{KINDS[OURS].label}, {results['flags']['precision']}, {FULL_STEPS} steps, extrapolated "
-        f"from 1 and {1 + steps}"
+        f"{label}, {flags['precision']}, {FULL_STEPS} steps, extrapolated from 1 and "
+        f"{1 + flags['steps']}"
     )
 
 

@@ -74,9 +74,10 @@ def write_inputs(path: Path, checkpoint: str, batch_size: int) -> None:
     from sd_tf.weights import open_checkpoint
 
     unet = open_checkpoint(checkpoint).config.denoiser
-    if unet.added is not None or unet.in_channels != unet.out_channels:
+    is_unet = unet.component == "unet"
+    if not is_unet or unet.added is not None or unet.in_channels != unet.out_channels:
         raise BenchError(
-            f"Comparing updates needs a text-to-image checkpoint with one text encoder. "
+            f"Comparing updates needs a text-to-image checkpoint of SD1 or SD2. "
             f"Received: {checkpoint}"
         )
     draws = np.random.default_rng(0)

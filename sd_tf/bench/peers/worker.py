@@ -18,7 +18,7 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from sd_tf.bench.peers.engine import Job, Loaded  # noqa: E402
+from sd_tf.bench.peers.engine import Job, Loaded, NoGpuError  # noqa: E402
 from sd_tf.bench.timing import peak_memory, timed  # noqa: E402
 
 
@@ -44,7 +44,8 @@ class Worker:
             return getattr(self, message.pop("do"))(**message)
         except Exception as error:
             traceback.print_exc()
-            return {"error": f"{type(error).__name__}: {error}"}
+            has_no_gpu = isinstance(error, NoGpuError)
+            return {"error": f"{type(error).__name__}: {error}", "has_no_gpu": has_no_gpu}
 
     def load(self) -> dict:
         """Load the engine; return the seconds since Python started, without those of compiling."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import keras
 import keras_cv
 import numpy as np
+import tensorflow as tf
 from keras_cv.src.models.stable_diffusion.clip_tokenizer import SimpleTokenizer
 
 from sd_tf.bench.kerascv import MAX_PROMPT_LENGTH, PARTS, VOCABULARY, Stopwatch
@@ -12,6 +13,7 @@ from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
 from sd_tf.bench.plan import BenchError
+from sd_tf.bench.timing import devices, peak_device_memory
 from sd_tf.files.tensors import shortened
 from sd_tf.weights import Checkpoint, StoredTensor, kerascv, open_checkpoint
 
@@ -19,6 +21,7 @@ kcv = keras_cv.models.stable_diffusion
 
 
 def load(job: Job) -> Loaded:
+    job.check_device("TensorFlow", bool(tf.config.list_physical_devices("GPU")))
     if job.precision != "float32":
         keras.config.set_dtype_policy(f"mixed_{job.precision}")
     compiles = job.engine == "kerascv"
@@ -45,7 +48,12 @@ def load(job: Job) -> Loaded:
         decoding, _ = clocks["decoder"].calls[0]
         return (decoding - first) / steps
 
-    return Loaded(_stages(model, npz.read(job.inputs)), draw)
+    return Loaded(
+        _stages(model, npz.read(job.inputs)),
+        draw,
+        device_memory=peak_device_memory,
+        devices=devices(),
+    )
 
 
 def _stages(model, given: dict[str, np.ndarray]) -> dict[str, Stage]:

@@ -9,15 +9,13 @@ import torch
 from sd_tf.bench.peers import inputs as npz
 from sd_tf.bench.peers.agreement import guided, pixels
 from sd_tf.bench.peers.engine import GUIDANCE, NEGATIVE, PROMPT, Job, Loaded, Stage
-from sd_tf.bench.plan import BenchError
 
 DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 
 
 def load(job: Job) -> Loaded:
     torch.set_num_threads(job.threads)
-    if job.device == "gpu" and not torch.cuda.is_available():
-        raise BenchError("`device` gpu needs a GPU that PyTorch sees.")
+    job.check_device("PyTorch", torch.cuda.is_available())
     dtype, device = getattr(torch, job.precision), DEVICES[job.device]
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(
         job.checkpoint, safety_checker=None
@@ -55,7 +53,7 @@ def load(job: Job) -> Loaded:
     return Loaded(
         _stages(pipe, job, dtype, device),
         draw,
-        device_memory=lambda: torch.cuda.max_memory_reserved() if device == "cuda" else None,
+        device_memory=lambda: torch.cuda.max_memory_allocated() if device == "cuda" else None,
         devices=[torch.cuda.get_device_name()] if device == "cuda" else ["CPU"],
     )
 

@@ -17,7 +17,6 @@ from sd_tf.bench.peers.engine import (
     Loaded,
     Stage,
 )
-from sd_tf.bench.plan import BenchError
 from sd_tf.bench.timing import devices, peak_device_memory, timed
 from sd_tf.runtime.chain import open_export
 from sd_tf.runtime.graph_kernels import keep_weights
@@ -27,8 +26,7 @@ MATMUL_SIZES, MATMUL_RUNS = (2048, 4096), 4
 
 
 def load(job: Job) -> Loaded:
-    if job.device == "gpu" and not tf.config.list_physical_devices("GPU"):
-        raise BenchError("`device` gpu needs a GPU that TensorFlow sees.")
+    job.check_device("TensorFlow", bool(tf.config.list_physical_devices("GPU")))
     manifest, tokenizers = open_export(Path(job.export_dir))
     keep_weights(manifest)
     compiles = job.engine != PLAIN
