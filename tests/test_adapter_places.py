@@ -19,8 +19,9 @@ from sd_tf.bench.run import COMPILED, LOG_COMPILATIONS
 from sd_tf.cli.main import main
 from sd_tf.components.build import component, empty_tokens_of
 from sd_tf.components.geometry import Fixed, geometry_of
-from sd_tf.export import ExportOptions, export
+from sd_tf.export import ExportOptions, adapters, export
 from sd_tf.export.adapters import write_adapters
+from sd_tf.export.bundles import WEIGHTS_INDEX
 from sd_tf.export.modules import TablesBySize, Traces, keep_variables
 from sd_tf.runtime.adapters import SwitchLock
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
@@ -183,13 +184,38 @@ def test_the_weights_are_not_copied(written, tmp_path):
     model = Path("diffusion_model", VERSION_FOLDER, "variables")
     weights = model / "variables.data-00000-of-00003"
     before = (folder / weights).stat().st_ino
+    index = folder / "diffusion_model" / WEIGHTS_INDEX
+    os.utime(index, (0, 0))
+    os.link(index, tmp_path / "old.index")
     write_adapters(folder, {}, removed=["detail"])
+    assert (tmp_path / "old.index").stat().st_mtime == 0, "a file of the old export was written"
     manifest = Manifest.read(folder)
     assert manifest.adapters.names == ["style", "third", "fourth"]
     manifest.check_files(folder)
     assert (folder / weights).stat().st_ino == before
     whole = folder / "text_to_image" / VERSION_FOLDER / "variables"
     assert before in {path.stat().st_ino for path in whole.iterdir()}
+
+
+def test_what_was_written_before_the_lock_was_held_stays(files, tmp_path, monkeypatch):
+    folder = shutil.copytree(adapted_export(), tmp_path / "export")
+    staging = adapters.staging
+
+    def later(*arguments):
+        monkeypatch.setattr(adapters, "staging", staging)
+        write_adapters(folder, {"style": files["style"]})
+        return staging(*arguments)
+
+    monkeypatch.setattr(adapters, "staging", later)
+    write_adapters(folder, {"detail": files["detail"]})
+    assert Manifest.read(folder).adapters.names == ["style", "detail"]
+    Manifest.read(folder).check_files(folder)
+
+
+def test_what_is_no_export_gets_no_lock(files, tmp_path):
+    with pytest.raises(ExportError, match=r"is not an export: it has no pipeline\.json"):
+        write_adapters(tmp_path / "none", {"style": files["style"]})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -471,9 +471,9 @@ def test_environment(monkeypatch):
 @pytest.mark.parametrize("engine", ["sd_tf", "kerascv", "torch"])
 def test_what_sees_no_gpu_measures_nothing(tmp_path, monkeypatch, engine):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with Process(job(engine=engine, device="gpu"), tmp_path / "log.txt") as process:
-        with pytest.raises(NoGpuError, match="`device` gpu needs a GPU that .* sees"):
-            process.ask("load")
+    process = Process(job(engine=engine, device="gpu"), tmp_path / "log.txt")
+    with process, pytest.raises(NoGpuError, match=r"`device` gpu needs a GPU that .* sees"):
+        process.ask("load")
 
 
 @pytest.mark.parametrize("error", [NoGpuError, BenchError])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import ops
 
 from sd_tf.components.autoencoder import decoder, image_encoder
@@ -53,10 +54,41 @@ def halved(x):
 def test_what_sees_no_neighbour_stays_the_same(size):
     latents, pictures = normal(2, *size, 3), normal(2, 2 * size[0], 2 * size[1], 3)
     tiles = Tiles(16)
-    found = in_tiles(doubled, ops.convert_to_tensor(latents), tiles, size, taken=1, given=2)
+    found = in_tiles(
+        doubled, ops.convert_to_tensor(latents), tiles, size, taken=1, given=2, channels=3
+    )
     np.testing.assert_allclose(found, doubled(latents), rtol=1e-5, atol=1e-6)
-    found = in_tiles(halved, ops.convert_to_tensor(pictures), tiles, size, taken=2, given=1)
+    found = in_tiles(
+        halved, ops.convert_to_tensor(pictures), tiles, size, taken=2, given=1, channels=3
+    )
     np.testing.assert_allclose(found, halved(pictures), rtol=1e-5, atol=1e-6)
+
+
+def test_outside_xla_one_tile_is_computed_at_a_time():
+    """TensorFlow would begin others meanwhile, where none needs the last one's result."""
+    begun, at_once = [], []
+
+    def begin(tile):
+        begun.append(tile)
+        at_once.append(len(begun))
+        return tile
+
+    def end(tile):
+        begun.pop()
+        return tile
+
+    def watched(tile):
+        for step in (begin, end):
+            told = tf.numpy_function(step, [tile], "float32", stateful=False)
+            tile = 1.5 * tf.nn.avg_pool2d(tf.ensure_shape(told, tile.shape), 3, 1, "SAME")
+        return tile
+
+    @tf.function(autograph=False)
+    def run(latents):
+        return in_tiles(watched, latents, Tiles(16), (80, 80), taken=1, given=1, channels=3)
+
+    run(tf.constant(normal(1, 80, 80, 3)))
+    assert len(at_once) == 49 and set(at_once) == {1}
 
 
 @pytest.mark.backend

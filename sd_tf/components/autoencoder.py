@@ -20,7 +20,8 @@ def decoder(
 
     def decode(latent):
         size, factor = (height, width), shapes.downscale
-        images = in_tiles(pictures, scale.undo(latent), tiles, size, taken=1, given=factor)
+        latent = scale.undo(latent)
+        images = in_tiles(pictures, latent, tiles, size, taken=1, given=factor, channels=3)
         images = ops.round(255.0 * ops.clip(images / 2.0 + 0.5, 0.0, 1.0))
         return {"generated_images": ops.cast(images, "uint8")}
 
@@ -37,14 +38,14 @@ def image_encoder(
     """
     model = shared(vae.encode, open_batch=True)
 
-    height, width, _ = shapes.latent(shape.size)
+    height, width, channels = shapes.latent(shape.size)
 
     def moments(images):
         return ops.cast(ops.concatenate(model(images), axis=-1), "float32")
 
     def encode(images):
         size, factor = (height, width), shapes.downscale
-        found = in_tiles(moments, images, tiles, size, taken=factor, given=1)
+        found = in_tiles(moments, images, tiles, size, factor, given=1, channels=2 * channels)
         mean, log_variance = ops.split(found, 2, axis=-1)
         return {"latent": mean, "standard_deviation": ops.exp(0.5 * log_variance)}
 

@@ -299,6 +299,7 @@ _ASSEMBLERS = {
     VISION_ENCODER: _vision_encoder,
     PREVIEW_DECODER: _preview_decoder,
 }
+EVERY_COMPONENT = tuple(_ASSEMBLERS)  # in the order of an export
 
 
 def component_names(config: PipelineConfig) -> tuple[str, ...]:

@@ -61,13 +61,22 @@ class Tiles:
         return self.reach if exact else 0
 
 
-def in_tiles(function: Callable, x, tiles: Tiles, size: tuple[int, int], taken: int, given: int):
-    """Compute function(x), (B, H, W, C) → (B, H', W', K), tile by tile.
+def in_tiles(
+    function: Callable,
+    x,
+    tiles: Tiles,
+    size: tuple[int, int],
+    taken: int,
+    given: int,
+    channels: int,
+):
+    """Compute function(x), (B, H, W, C) → float32 (B, H', W', K), one tile after the other.
 
     Args:
         size: height and width in latents.
         taken: values of a latent's side that the function takes.
         given: those that it gives.
+        channels: K.
     """
     rows, columns = map(tiles.cut, size)
     starts = list(itertools.product(rows.starts, columns.starts))
@@ -76,10 +85,14 @@ def in_tiles(function: Callable, x, tiles: Tiles, size: tuple[int, int], taken: 
     margin = tiles.margin
     shape = (x.shape[0], taken * rows.tile, taken * columns.tile, x.shape[-1])
 
-    def of_tile(start):
-        return function(ops.slice(x, (0, start[0], start[1], 0), shape))
+    # Not `ops.map`: outside XLA, TensorFlow computes up to ten of its elements at once.
+    def of_tile(last, start):
+        tile = function(ops.slice(x, (0, start[0], start[1], 0), shape))
+        return tile, tile
 
-    computed = ops.map(of_tile, ops.convert_to_tensor(taken * np.array(starts, "int32")))
+    none = ops.zeros((x.shape[0], given * rows.tile, given * columns.tile, channels), "float32")
+    places = ops.convert_to_tensor(taken * np.array(starts, "int32"))
+    _, computed = ops.scan(of_tile, none, places, length=len(starts))
     grid = (len(rows.starts), len(columns.starts))
     computed = ops.reshape(computed, (*grid, *computed.shape[1:]))
     # (rows, columns, B, h, w, K) → (rows, B, h, W', K) → (B, H', W', K)

@@ -40,25 +40,26 @@ def write_adapters(
         removed: names of adapters whose places become free before.
     """
     target = Path(export)
-    manifest = Manifest.read(target)
-    manifest.check_files(target)
-    if not all((target / name / VERSION_FOLDER).is_dir() for name in ADAPTED_COMPONENTS):
-        raise ExportError(
-            f"{target} has no SavedModels: it was compiled with JAX, where a pipeline's "
-            f"`load_adapter` puts adapters into their places."
-        )
+    Manifest.read(target)  # refuses what is no export before a lock lies beside it
     if not adapters and not removed:
         raise AdapterError("Give at least one adapter to write or to remove. Received: none")
-    layers = layers_of(target, manifest)
-    places, changed = manifest.adapters, {}
-    for name in removed:
-        before, places = places, without_adapter(places, name)
-        changed[before.loaded[name].slot] = None
-    for name, path in adapters.items():
-        adapter = opened(path, layers, places)
-        places = with_adapter(places, name, adapter)
-        changed[places.loaded[name].slot] = adapter
     with staging(target, True, FILE_NAME, ExportError) as folder:
+        manifest = Manifest.read(target)
+        manifest.check_files(target)
+        if not all((target / name / VERSION_FOLDER).is_dir() for name in ADAPTED_COMPONENTS):
+            raise ExportError(
+                f"{target} has no SavedModels: it was compiled with JAX, where a pipeline's "
+                f"`load_adapter` puts adapters into their places."
+            )
+        layers = layers_of(target, manifest)
+        places, changed = manifest.adapters, {}
+        for name in removed:
+            before, places = places, without_adapter(places, name)
+            changed[before.loaded[name].slot] = None
+        for name, path in adapters.items():
+            adapter = opened(path, layers, places)
+            places = with_adapter(places, name, adapter)
+            changed[places.loaded[name].slot] = adapter
         shutil.copytree(target, folder, copy_function=link, dirs_exist_ok=True)
         for slot, adapter in changed.items():
             rows = {

@@ -57,7 +57,9 @@ def rebuild(parts: Sequence[Path], whole: Path | None = None, rows: Rows | None 
         folder = Path(name)
         values = [_divided(path, folder / str(i), rows or {}) for i, path in enumerate(parts)]
         for path, value in zip(parts, values, strict=True):
-            shutil.copyfile(f"{value[0]}.index", path.parent / WEIGHTS_INDEX)
+            index = path.parent / WEIGHTS_INDEX
+            if not index.is_file():  # else the same, and perhaps another export's file, too
+                shutil.copyfile(f"{value[0]}.index", index)
             _merge(value, path, folder)
         if whole is not None:
             _merge([one for value in values for one in value], whole, folder)

@@ -1,16 +1,15 @@
 """Export a checkpoint as verified SavedModels and a manifest, published together or not at all."""
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
-from sd_tf.components.build import component_names
+from sd_tf.components.build import EVERY_COMPONENT, component_names
 from sd_tf.components.describe import manifest_of, origins
 from sd_tf.export.component import Report, export_component, export_text_to_image
 from sd_tf.export.options import ExportOptions, check
-from sd_tf.export.replacement import check_conditions, merged
-from sd_tf.files.publish import staging
+from sd_tf.export.replacement import check_conditions, kept_from, merged
+from sd_tf.files.publish import link, staging
 from sd_tf.runtime.manifest import (
     FILE_NAME,
     TEXT_TO_IMAGE,
@@ -44,7 +43,7 @@ def export(
         components, figures = {}, {}
         if replacing:
             previous = Manifest.read(target)
-            kept = [name for name in previous.components if name not in wanted]
+            kept = kept_from(previous, wanted)
             manifest = merged(manifest, previous, kept, wanted)
             check_conditions(target, kept, wanted, checkpoint, geometry)
             _keep(target, folder, previous, kept)
@@ -65,13 +64,16 @@ def export(
             )
         manifest = dataclasses.replace(
             manifest,
-            components={
-                name: components[name] for name in (*known, TEXT_TO_IMAGE) if name in components
-            },
-            verification=figures,
+            components=_in_order(components),
+            verification=_in_order(figures),
         )
         manifest.write(folder)
     return manifest
+
+
+def _in_order(found: dict) -> dict:
+    """Return what was found of each component in the order of a whole export."""
+    return {name: found[name] for name in (*EVERY_COMPONENT, TEXT_TO_IMAGE) if name in found}
 
 
 def _keep(target: Path, folder: Path, previous: Manifest, kept: list[str]) -> None:
@@ -79,4 +81,4 @@ def _keep(target: Path, folder: Path, previous: Manifest, kept: list[str]) -> No
     previous.check_files(target)
     tokenizers = previous.tokenizers.values() if "text_encoder" in kept else ()
     for name in (*kept, *tokenizers):
-        shutil.copytree(target / name, folder / name, copy_function=os.link)
+        shutil.copytree(target / name, folder / name, copy_function=link)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from tensorflow.core.protobuf import saved_model_pb2
 
+from sd_tf.components import VISION_ENCODER
 from sd_tf.components.conditions import conditions_of
 from sd_tf.components.geometry import Geometry
+from sd_tf.config import PREVIEW_DECODER
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest, serves
 from sd_tf.weights import Checkpoint
 
@@ -15,7 +17,10 @@ from sd_tf.weights import Checkpoint
 # which latents pass, and those with places for adapters), and those that one component decides.
 SHARED = ("shapes", "precision")
 SHARED_BY = {
-    ("diffusion_model", "decoder", "image_encoder"): ("scaling_factor", "shift_factor"),
+    ("diffusion_model", "decoder", "image_encoder", PREVIEW_DECODER): (
+        "scaling_factor",
+        "shift_factor",
+    ),
     ("text_encoder", "diffusion_model"): ("adapters",),
 }
 OWNED = {
@@ -45,6 +50,14 @@ OWNED = {
     ),
 }
 TEXT_CONDITIONS = ("context", "pooled")  # what a text encoder gives to a diffusion model
+
+
+def kept_from(previous: Manifest, replaced: Collection[str]) -> list[str]:
+    """Return the components that stay; a vision encoder serves one diffusion model alone."""
+    kept = [name for name in previous.components if name not in replaced]
+    if "diffusion_model" in replaced and VISION_ENCODER in kept:
+        kept.remove(VISION_ENCODER)
+    return kept
 
 
 def merged(
