@@ -103,12 +103,12 @@ def run(
     content = {"study": json.loads(json.dumps(asdict(study))), "seeds": {}}
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["study"] != content["study"]:
+        if {**found["study"], "seeds": study.seeds} != content["study"]:
             raise TrainingError(
                 f"{path} belongs to a study with other settings; choose another --out. "
                 f"It holds: {found['study']}. This study: {content['study']}"
             )
-        content = found
+        content = {**found, "study": content["study"]}
 
     def keep():
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,10 @@ from sd_tf.export import ExportOptions, adapters, export
 from sd_tf.export.adapters import write_adapters
 from sd_tf.export.bundles import WEIGHTS_INDEX
 from sd_tf.export.modules import TablesBySize, Traces, keep_variables
-from sd_tf.runtime.adapters import SwitchLock
-from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.export.replacement import merged
+from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
+from sd_tf.runtime.adapters import LayerRecord, Layers, SwitchLock, opened
+from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest
 from sd_tf.runtime.parameter import CallError
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
@@ -255,6 +258,46 @@ def test_adapters_that_do_not_fit_are_refused(files, tmp_path):
     with pytest.raises(AdapterError, match=r"style, .* have taken: .*--adapter_slots=5"):
         pipe.load_adapter("fifth", files["style"])
     assert pipe.adapters == list(files)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "advice"),
+    [
+        ({"conv_in"}, r"unet\.conv_in; .*'attention'\. Export with --adapter_layers=all, or merge"),
+        ({"text_projection"}, r"encoder\.text_projection; .*'attention'\. Merge it with --lora"),
+        ({"conv_in", "text_projection"}, r"'attention'\. Merge it with --lora"),
+    ],
+)
+def test_the_advice_for_layers_without_places(tmp_path, chosen, advice):
+    """Text encoders have the same places in all exports."""
+    shapes = {"text_encoder": {"text_projection": (4, 4)}, "unet": {"conv_in": (4, 4, 3, 3)}}
+    records = {
+        part: Layers({part: {name: LayerRecord(shape, False) for name, shape in found.items()}})
+        for part, found in shapes.items()
+    }
+    layers = {"text_encoder": records["text_encoder"], "diffusion_model": records["unet"]}
+    path = tmp_path / "some.safetensors"
+    file = lora(path, 0, chosen=lambda part, layer: layer in chosen, model=shapes)
+    with pytest.raises(AdapterError, match=advice):
+        opened(file, layers, AdapterPlaces(1, 4, "attention"))
+
+
+def test_a_component_with_places_is_replaced_by_one_with_the_same(written):
+    full = Manifest.read(written)
+    parts = {name: one for name, one in full.components.items() if name != TEXT_TO_IMAGE}
+    full = replace(full, components=parts)
+    empty = replace(full, adapters=replace(full.adapters, loaded={}))
+    replaced, kept = ["text_encoder"], ["diffusion_model", "decoder", "image_encoder"]
+    assert merged(empty, empty, kept, replaced).adapters == empty.adapters
+    assert merged(empty, full, [*replaced, *kept[:1]], kept[1:]).adapters == full.adapters
+    with pytest.raises(ExportError, match=r"EXPORT --remove NAME`\. The export has style, detail"):
+        merged(empty, full, kept, replaced)
+    for places, message in (
+        (NO_PLACES, r"has 4 places of the rank 4 for layers of 'all'\. Received: no places"),
+        (replace(empty.adapters, rank=2), r"Received: 4 places of the rank 2 for layers of 'all'"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            merged(replace(empty, adapters=places), full, kept, replaced)
 
 
 @pytest.mark.long

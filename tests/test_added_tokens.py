@@ -218,6 +218,15 @@ def test_refuses_tokens(ours, tokens, message):
     assert ours.count("<new>") > 1, "left as it was"
 
 
+def test_refuses_tokens_that_hold_the_padding():
+    clip = ClipTokenizer.clip(pad_token_id=0)
+    assert clip.pad_token == "!"
+    message = r"not hold a special token.* Received: 'wow!', which is read as 'wow</w>', '!'\."
+    with pytest.raises(TokenizerError, match=message):
+        clip.with_tokens({"wow!": 1})
+    assert ClipTokenizer.clip().with_tokens({"wow!": 1}).count("wow!") == 1
+
+
 def test_refuses_ids_with_gaps(tmp_path):
     clip = ClipTokenizer.clip()
     rules = clip.backend.to_str().replace('"<|endoftext|>":49407', '"<|endoftext|>":49999')

@@ -9,9 +9,11 @@ import keras
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sd_tf.checkpoints import TINY_FOLDER
 from sd_tf.cli.main import main
+from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.training import world
 from sd_tf.training.control import ControlBatches, ControlOptions, new_net, prepare
@@ -23,7 +25,7 @@ from sd_tf.training.evaluate_control import (
     scenes_of,
 )
 from sd_tf.training.losses import Denoising, Steered, Steering, freeze
-from sd_tf.training.pairs import WorldOutlines
+from sd_tf.training.pairs import Pair, WorldOutlines
 from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.tiny_control import TINY_CONTROL, Unplaced, train
 from sd_tf.weights import layout, open_checkpoint, open_controlnet
@@ -125,6 +127,18 @@ def test_dropout_takes_captions_alone():
     )
     without, more = batches.dropped(np.array([0.0, 0.49, 0.5, 0.9]))
     assert without.tolist() == [True, True, False, False] and more == {}
+
+
+def test_the_middle_of_both_pictures_is_cut_out():
+    """As diffusers' script does: the short side is scaled, and nothing is stretched."""
+    wide = Image.fromarray(np.tile(np.repeat([0, 90, 180, 250], 8), (16, 1)).astype("uint8"))
+    pair = Pair(wide.convert("RGB"), "a", wide.convert("RGB"))
+    pairs = SimpleNamespace(pair=lambda index: pair, order=lambda position, seed: (0, 0))
+    options = ControlOptions(16, resize=16)
+    batch = ControlBatches(pairs, micro.SETTINGS, options, micro.CONFIG, len)(0)
+    middle = np.asarray(wide.convert("RGB"))[:, 8:24]
+    for name in ("before", "after"):
+        np.testing.assert_array_equal(batch[name][0], to_model(middle))
 
 
 def test_outlines_are_of_the_scenes():

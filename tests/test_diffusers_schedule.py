@@ -10,7 +10,13 @@ import pytest
 
 from sd_tf.config import FAMILIES, SAMPLERS, ConfigError, DynamicShift, ScheduleConfig
 from sd_tf.sampling.methods import METHODS
-from sd_tf.weights.diffusers_schedule import DYNAMIC_SHIFT, PEERS, read_schedule, write_schedule
+from sd_tf.weights.diffusers_schedule import (
+    DYNAMIC_SHIFT,
+    PEERS,
+    SWITCHES,
+    read_schedule,
+    write_schedule,
+)
 
 NAMES = ("beta_start", "beta_end", "beta_schedule")
 
@@ -22,6 +28,7 @@ def test_defaults_are_the_class_own(peer):
     for name, (default, _) in peer.required.items():
         assert parameters[name].default == default
     assert ("use_karras_sigmas" in {*parameters} - {*peer.required}) == peer.karras
+    assert {name for name in SWITCHES if name in parameters} == {*peer.switches}
     assert ("set_alpha_to_one" in parameters) == (peer.set_alpha_to_one is not None)
     if peer.set_alpha_to_one is not None:
         assert parameters["set_alpha_to_one"].default == peer.set_alpha_to_one
@@ -34,6 +41,32 @@ def test_defaults_are_the_class_own(peer):
     else:
         assert tuple(parameters[name].default for name in NAMES) == peer.betas
         assert parameters["timestep_spacing"].default == peer.spacing
+
+
+@pytest.mark.parametrize(
+    ("class_name", "left_over", "sampler"),
+    [
+        (
+            "EulerAncestralDiscreteScheduler",
+            {"use_karras_sigmas": True},
+            "euler_ancestral_linspace",
+        ),
+        ("DDIMScheduler", {"use_karras_sigmas": True, "clip_sample": False}, "ddim"),
+        ("LCMScheduler", {"timestep_spacing": "trailing"}, "lcm"),
+        ("PNDMScheduler", {"rescale_betas_zero_snr": True, "skip_prk_steps": True}, "pndm"),
+        ("HeunDiscreteScheduler", {"use_flow_sigmas": True, "use_lu_lambdas": True}, "heun"),
+    ],
+)
+def test_fields_that_a_class_ignores(class_name, left_over, sampler):
+    """They come from another scheduler; diffusers' steps are the same with and without them."""
+    raw = {"_class_name": class_name, **left_over}
+    assert read_schedule(raw, "here").sampler == sampler
+    steps = []
+    for config in (raw, {k: v for k, v in raw.items() if k in ("clip_sample", "skip_prk_steps")}):
+        scheduler = getattr(diffusers, class_name).from_config(config)
+        scheduler.set_timesteps(10)
+        steps.append((scheduler.timesteps.tolist(), scheduler.alphas_cumprod.tolist()))
+    assert steps[0] == steps[1]
 
 
 def test_every_method_of_diffusers_has_its_class():
@@ -174,7 +207,7 @@ def test_other_values_of_a_flow_that_are_refused():
 def test_a_flow_walk_that_diffusers_cannot_name(name):
     message = (
         f"diffusers has no scheduler that walks a flow schedule as {name} does. Choose another for "
-        "this checkpoint with scheduler=..., one of flow_euler, flow_heun, flow_dpmpp_2m."
+        "this checkpoint with `scheduler`: one of flow_euler, flow_heun, flow_dpmpp_2m."
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         write_schedule(replace(FLOW, sampler=name))

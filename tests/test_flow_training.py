@@ -305,7 +305,9 @@ def test_refusals(small_pipelines, tmp_path, capsys):
         check_trainable(FAMILIES["flux-dev"])
     flags = ("--checkpoint", folder, "--without", "text_encoder_3")
     assert tune(tmp_path, *flags, "--lora_rank", 2, "--lora_conv") == 1
-    assert "--lora_conv is for the convolutions of a UNet" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--lora_conv is for the convolutions of a UNet" in said.err
+    assert "encoding" not in said.out
     token = ("--placeholder_token", "<x>", "--initializer_token", "cat")
     assert tune(tmp_path, *flags, *token) == 1
     assert "SD1, SD2 and SDXL. Received: sd3.5-medium" in capsys.readouterr().err

@@ -65,6 +65,18 @@ def test_the_vocabulary_of_a_slow_t5_tokenizer_is_wanted():
     assert wanted_files(given, {"tokenizer_3": None}, None) == (wanted, [])
 
 
+def test_components_without_the_variant_take_their_default():
+    from sd_tf.weights import CheckpointError
+    from sd_tf.weights.hub import wanted_files
+
+    stem = "diffusion_pytorch_model"
+    vae, unet = f"vae/{stem}.safetensors", f"unet/{stem}.non_ema.safetensors"
+    given, components = [vae, f"unet/{stem}.safetensors", unet], {"vae": None, "unet": None}
+    assert wanted_files(given, components, "non_ema") == ([], [vae, unet])
+    with pytest.raises(CheckpointError, match=r"no 'fp16' weights; .* one of None, non_ema\."):
+        wanted_files(given, components, "fp16")
+
+
 @pytest.fixture
 def hub(small_pipelines, tmp_path, monkeypatch):
     import shutil
@@ -148,10 +160,15 @@ def test_variant_and_shards(hub, small_pipelines):
 
     from sd_tf.weights import CheckpointError, open_checkpoint
 
-    with pytest.raises(
-        CheckpointError, match=r"tiny/sd on the Hub: text_encoder has no 'fp16' weights"
-    ):
-        open_checkpoint("tiny/sd", variant="fp16")
+    with pytest.raises(CheckpointError, match=r"tiny/sd on the Hub: .* have no 'bf16' weights"):
+        open_checkpoint("tiny/sd", variant="bf16")
+    open_checkpoint("tiny/sd", variant="fp16")
+    fetched = [file for file in hub.fetched if file.endswith(".safetensors")]
+    assert fetched == [
+        "text_encoder/model.safetensors",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+    ]
     pipeline, _ = small_pipelines("sd1")
     shutil.rmtree(hub.root / "unet")
     pipeline.unet.save_pretrained(hub.root / "unet", max_shard_size="2MB")

@@ -32,7 +32,7 @@ from sd_tf.runtime.parameter import CallError
 from sd_tf.training import memory
 from sd_tf.weights import Checkpoint, CheckpointError, layers_of, open_checkpoint
 from tests import micro
-from tests.exports import CONFIG, micro_folder, micro_xl_folder, small_folder
+from tests.exports import CONFIG, micro_decoder, micro_folder, micro_xl_folder, small_folder
 from tests.fresh import FRESH, run_python
 from tests.micro_adapters import lora
 from tests.peer_pipelines import check_pictures, psnr
@@ -389,6 +389,9 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
     make_random(wider, tmp_path / "wider")
     with pytest.raises(ExportError, match=r"wider does not fit .*unet\.\S+ must be .*16.*: .*24"):
         JaxPipeline.load(tmp_path / "out", checkpoint=tmp_path / "wider")
+    with pytest.raises(ExportError, match=r"does not fit .* has the component preview_decoder"):
+        given = {"checkpoint": micro_folder(), "preview_decoder": micro_decoder()}
+        JaxPipeline.load(tmp_path / "out", **given)
     loaded = JaxPipeline.load(tmp_path / "out", checkpoint=micro_folder())
     direct = JaxPipeline.from_checkpoint(
         micro_folder(), None, "float32", batch_size=1, height=16, width=16, max_steps=2
@@ -440,8 +443,15 @@ def test_t5_from_shapes_alone(small_pipelines, tmp_path):
 def test_a_folder_with_weights_takes_no_others(compiled):
     with pytest.raises(ExportError, match=r"out holds the weights .* leave out `checkpoint`, or c"):
         JaxPipeline.load(compiled, checkpoint=small_folder())
-    with pytest.raises(ExportError, match=r"`lora` is for a checkpoint: give `checkpoint`\."):
+    with pytest.raises(ExportError, match=r"again with `lora`, or with `adapter_slots`, to load"):
         JaxPipeline.load(compiled, lora=[("a.safetensors", 1.0)])
+    with pytest.raises(ExportError, match=r"compiled with: compile again with `ema`\."):
+        JaxPipeline.load(compiled, ema=True)
+
+
+def test_one_kind_of_batches():
+    with pytest.raises(ExportError, match=r"Give `batch_size` or `batch_sizes`\."):
+        JaxPipeline.from_checkpoint(micro_folder(), batch_size=2, batch_sizes=(4,))
 
 
 # The commands

@@ -242,12 +242,12 @@ def test_sd2_asks_for_the_prediction(single_files):
         open_checkpoint(path, family="sd1")
 
 
-def rewritten(source, target, change):
+def rewritten(source, target, change=lambda state: None, metadata=None):
     from safetensors.numpy import load_file
 
     state = load_file(source)
     change(state)
-    save_file(state, target)
+    save_file(state, target, metadata)
     return target
 
 
@@ -255,6 +255,51 @@ def test_v_prediction_marker(single_files, tmp_path):
     path = tmp_path / "v.safetensors"
     rewritten(single_files("sdxl-base")[0], path, lambda s: s.update(v_pred=np.zeros(0, "float32")))
     assert open_checkpoint(path).config.schedule.prediction == "v_prediction"
+
+
+@pytest.mark.parametrize("family", ["sd1", "sdxl-base"])
+def test_v_prediction_in_metadata(single_files, tmp_path, family):
+    path = tmp_path / "v.safetensors"
+    for told, prediction in (("v", "v_prediction"), ("epsilon", "epsilon")):
+        rewritten(single_files(family)[0], path, metadata={"modelspec.prediction_type": told})
+        assert open_checkpoint(path).config.schedule.prediction == prediction
+
+
+@pytest.mark.parametrize(
+    ("metadata", "family"),
+    [
+        ({"modelspec.prediction_type": "v"}, "sd2-v"),
+        ({"modelspec.prediction_type": "epsilon"}, "sd2-base"),
+        ({"modelspec.architecture": "stable-diffusion-v2-768-v"}, "sd2-v"),
+        ({"modelspec.architecture": "stable-diffusion-v2-512"}, "sd2-base"),
+    ],
+)
+def test_metadata_tells_the_family_of_sd2(single_files, tmp_path, metadata, family):
+    path = tmp_path / "sd2.safetensors"
+    rewritten(single_files("sd2-base")[0], path, metadata=metadata)
+    assert family_of(open_checkpoint(path).config) == family
+    for told in ("sd2-base", "sd2-v"):
+        assert family_of(open_checkpoint(path, family=told).config) == told
+
+
+def test_sd2_without_the_idle_layer(single_files, tmp_path):
+    """diffusers' script writes the 23 layers that are computed."""
+    start = "cond_stage_model.model.transformer.resblocks."
+    last = {}
+
+    def write_23_layers(state):
+        layers = {n: state.pop(n) for n in [*state] if n.startswith(start)}
+        for name, value in layers.items():
+            if name.startswith(f"{start}0."):
+                rest = name.removeprefix(f"{start}0.")
+                state |= {f"{start}{i}.{rest}": value + i for i in range(23)}
+        last["bias"] = state[f"{start}22.ln_1.bias"]
+
+    path = rewritten(single_files("sd2-base")[0], tmp_path / "23.safetensors", write_23_layers)
+    checkpoint = open_checkpoint(path, family="sd2-base")
+    assert checkpoint.config.text_encoders["text_encoder"].num_layers == 23
+    layer = checkpoint.tensors("text_encoder")["text_model.encoder.layers.22.layer_norm1.bias"]
+    np.testing.assert_array_equal(layer.read(), last["bias"])
 
 
 def test_errors(single_files, tmp_path):

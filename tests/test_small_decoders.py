@@ -31,7 +31,7 @@ from tests.exports import (
     pipeline_of,
     previewing_export,
 )
-from tests.fronts import COMPONENTS, previews, running_front
+from tests.fronts import previews, running_front
 
 CALL = {"num_steps": 2, "seed": 3}
 
@@ -129,8 +129,7 @@ def test_a_small_decoder_draws(tmp_path):
 
 
 def test_a_server_s_previews():
-    parts = (*COMPONENTS, PREVIEW_DECODER)
-    with running_front(previewing_export(), parts, num_steps=2) as front:
+    with running_front(previewing_export(), num_steps=2) as front:
         [preview] = previews(front, "a star", **CALL, scheduler="ddim", previews=1)
     pipe, seen = pipeline_of(previewing_export()), []
     pipe("a star", **CALL, scheduler="ddim", callback=lambda *state: seen.append(state[2]))
@@ -190,6 +189,10 @@ def test_the_command(tmp_path, capsys):
         decoded = theirs.decode(torch.from_numpy(np.moveaxis(latents, -1, 1))).sample.numpy()
     ours = keras.ops.convert_to_numpy(open_small_decoder(folder).build().decode(latents))
     np.testing.assert_allclose(np.moveaxis(ours, -1, 1), decoded, atol=1e-5)
+    for flag in ("--first_timestep=1", "--gradient_checkpointing", "--caption_column=text"):
+        with pytest.raises(SystemExit):
+            main([*command, flag])
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,24 @@ def test_the_study(tmp_path, monkeypatch):
         averages_study.run(replace(STUDY, measured=3), checkpoint, tmp_path, said.append)
 
 
+def test_seeds_are_added_to_a_study(tmp_path, monkeypatch):
+    trained = []
+
+    def train_seed(study, seed, *_):
+        trained.append(seed)
+        figures = dict.fromkeys(averages_report.COLUMNS.values(), float(seed))
+        return dict.fromkeys(("off", *study.averagings), figures)
+
+    cost = {"step_seconds": {"off": 1.0, "always": 1.5}, "state_bytes": {"off": 3, "always": 4}}
+    monkeypatch.setattr(averages_study, "_train_seed", train_seed)
+    monkeypatch.setattr(averages_study, "_measure_cost", lambda *_: cost)
+    for seeds in (2, 4):
+        given = replace(STUDY, seeds=seeds), None, tmp_path, lambda text: None
+        content = averages_study.run(*given)
+    assert trained == [0, 1, 2, 3] and content["study"]["seeds"] == 4
+    assert len(content["variants"]["off"]["figures"]["followed_train"]["seeds"]) == 4
+
+
 def test_intervals_are_students():
     values = [3.0, 4.5, 4.0]
     low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))

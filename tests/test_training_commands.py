@@ -14,13 +14,16 @@ from sd_tf.cli.main import main
 from sd_tf.cli.train_run import picture_size
 from sd_tf.config import FAMILIES
 from sd_tf.runtime.shapes import Shapes
-from sd_tf.training import evaluate, tiny, world
+from sd_tf.training import edit, evaluate, finetune, tiny, world
 from sd_tf.training.batches import LatentBatches
 from sd_tf.training.data import World
+from sd_tf.training.edit import EditOptions
 from sd_tf.training.evaluate import GROUPS, EvaluationOptions
+from sd_tf.training.finetune import FinetuneOptions
 from sd_tf.training.hosts import Host
 from sd_tf.training.latents import CACHE, FILE, cached_latents
 from sd_tf.training.losses import Denoising, freeze
+from sd_tf.training.pairs import WorldPairs
 from sd_tf.training.settings import Averaging, Settings, TrainingError
 from sd_tf.training.trainer import Run
 from sd_tf.weights import layout, open_checkpoint
@@ -184,7 +187,7 @@ def test_text_to_image(tmp_path, captioned, capsys):
     assert tune(folder, captioned, *with_prior, "--out", str(run)) == 1
     error = capsys.readouterr().err
     assert "`prior_data.count` was null, is 4" in error and "--prior_weight was null" in error
-    assert tune(folder, captioned, "--prior_weight", "-1", "--on_error", "skip") == 1
+    assert tune(folder, captioned, *with_prior, "--prior_weight", "-1") == 1
     assert "--prior_weight must not be below 0. Received: -1.0" in capsys.readouterr().err
 
     def refused(data, *more, checkpoint=folder):
@@ -257,6 +260,42 @@ def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
     _, folder = small_pipelines("sd1")
     assert tune(folder, captioned, "--size", "0") == 1
     assert "--size is a positive multiple of 8. Received: 0" in capsys.readouterr().err
+    assert tune(folder, captioned, "--prior_weight", "2") == 1
+    assert "--prior_weight goes with --prior_data." in capsys.readouterr().err
+    for flag in ("--ema_start", "--ema_half_life"):
+        assert tune(folder, captioned, "--noaverage", flag, "0.5") == 1
+        assert "do not go with --noaverage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"batch_size": 5}, {}, r"all 2 hosts and must be a multiple of .* Received: 5"),
+        ({"batch_size": 6}, {}, r"all 4 devices and must be a multiple of .* Received: 6"),
+        ({"sample_every": 2}, {}, r"on several, `sample_every` must be 0\. Received: 2"),
+        ({}, {"first_timestep": 1000}, r"must be from 0 to 999, the noisiest\. Received: 1000"),
+    ],
+)
+def test_a_refusal_comes_before_the_pictures_are_encoded(
+    tmp_path, monkeypatch, change, options, message
+):
+    monkeypatch.setattr("sd_tf.training.batches.device_count", lambda: 4)
+    for module in (finetune, edit):
+        monkeypatch.setattr(module, "this_host", lambda: Host(0, 2))
+    checkpoint = open_checkpoint(micro_folder())
+    settings = replace(micro.SETTINGS, **{"batch_size": 8, **change})
+    with pytest.raises(TrainingError, match=message):
+        given = (World(4, 16), settings, FinetuneOptions(**options), tmp_path, pytest.fail, None)
+        finetune.prepare(checkpoint, *given)
+    edits = EditOptions(16, flip=0.0, precompute=True, **options)
+    with pytest.raises(TrainingError, match=message):
+        edit.prepare(checkpoint, WorldPairs(4, 16), settings, edits, tmp_path, pytest.fail)
+
+
+@pytest.mark.parametrize("share", [-0.1, 10.0])
+def test_a_share_of_dropped_captions(share):
+    with pytest.raises(TrainingError, match=f"must be from 0 to 1. Received: {share}"):
+        FinetuneOptions(caption_dropout=share).check()
 
 
 @pytest.mark.parametrize(

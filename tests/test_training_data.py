@@ -116,8 +116,23 @@ def test_every_layout_is_read(tmp_path, layout, encoding):
     write(tmp_path, layout, ROWS, encoding)
     source = open_source(tmp_path, 8)
     check_read(source, sorted(ROWS) if layout == "txt" else ROWS)
-    assert source.name == str(tmp_path)
     assert source.skipped == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pictures_without_captions(tmp_path, layout):
+    data, checked = tmp_path / "data", tmp_path / "bad_rows.json"
+    data.mkdir()
+    rows = [(name, picture, None) for name, picture, _ in sorted(ROWS)]
+    write(data, layout, rows)
+    with pytest.raises(TrainingError, match=r"the caption is empty|there is no \w+\.txt"):
+        open_source(data, 8)
+    for _ in range(2):
+        source = open_source(data, 8, checked=checked, caption_column=None)
+        assert len(source) == 3
+        for index, (_, picture, _) in enumerate(rows):
+            expected = read_picture(picture, 8)
+            np.testing.assert_array_equal(source.picture(index), expected)
 
 
 @pytest.mark.parametrize("layout", FOLDERS[:2])
@@ -136,11 +151,11 @@ def test_parquet_in_several_files(tmp_path):
 
 
 def test_parquet_is_read_by_row_group(tmp_path):
-    """So that no more pictures than those of one group are in memory."""
+    """So that no more pictures than those of a few groups are in memory."""
     noise = np.random.default_rng(0).integers(0, 256, (40, 300, 300, 3), "uint8")
     rows = [(f"{n}.png", encoded(Image.fromarray(noise[n])), f"number {n}") for n in range(40)]
     size = sum(len(picture) for _, picture, _ in rows)
-    write_parquet(tmp_path / "rows.parquet", rows, "struct", row_group_size=2)
+    write_parquet(tmp_path / "rows.parquet", rows, "struct", row_group_size=1)
     expected = [read_picture(picture, 300) for _, picture, _ in rows]
     del rows
     pyarrow.default_memory_pool().release_unused()
@@ -152,10 +167,26 @@ def test_parquet_is_read_by_row_group(tmp_path):
             np.testing.assert_array_equal(source.picture(index), expected[index])
             assert source.caption(index, 0) == f"number {index}"
             assert pyarrow.total_allocated_bytes() - before < size / 4
-        assert tracemalloc.get_traced_memory()[1] < size / 4
+        assert tracemalloc.get_traced_memory()[1] < size / 2
     finally:
         tracemalloc.stop()
     np.testing.assert_array_equal(source.picture(5), expected[5])
+
+
+def test_an_epoch_reads_a_row_group_once(tmp_path, monkeypatch):
+    rows = [(f"{n}.png", PICTURE, f"number {n}") for n in range(40)]
+    write_parquet(tmp_path / "rows.parquet", rows, row_group_size=2)
+    read, read_group = [], training_data._pictures
+    monkeypatch.setattr(
+        training_data, "_pictures", lambda *group: read.append(group) or read_group(*group)
+    )
+    source = open_source(tmp_path, 8)
+    epochs = [[source.order(40 * epoch + i, 7) for i in range(40)] for epoch in range(2)]
+    for epoch, order in enumerate(epochs):
+        assert sorted(order) == [(i, epoch) for i in range(40)]
+    for index, _ in epochs[0]:
+        source.picture(index)
+    assert len(read) == len(set(read)) == 20
 
 
 @pytest.mark.parametrize("layout", ["txt", "struct"])

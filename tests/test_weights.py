@@ -1,7 +1,10 @@
 """Diffusers folders read and written, and every way in which a checkpoint can be wrong."""
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 
 import diffusers
 import keras
@@ -71,6 +74,18 @@ def test_fp16_files(folder, small_pipelines):
         CheckpointError, match=r"no 'non_ema' weights; set `variant` to one of .*fp16"
     ):
         open_checkpoint(folder, variant="non_ema").build("vae")
+
+
+def test_components_without_the_variant_take_their_default(folder):
+    unet = folder / "unet/diffusion_pytorch_model.safetensors"
+    shutil.copy(unet, unet.with_suffix(".non_ema.safetensors"))
+    edit_tensors(unet, lambda s: s.update({"conv_in.bias": s["conv_in.bias"] + 1}))
+    checkpoint = open_checkpoint(folder, variant="non_ema")
+    plain, chosen = (
+        c.tensors("unet")["conv_in.bias"] for c in (open_checkpoint(folder), checkpoint)
+    )
+    np.testing.assert_array_equal(plain.read(), chosen.read() + 1)
+    assert checkpoint.tensors("vae").keys() == open_checkpoint(folder).tensors("vae").keys()
 
 
 def test_bfloat16_files(folder, small_pipelines):
@@ -153,6 +168,24 @@ def test_config_of_every_family(small_pipelines, family):
             diffusers.PNDMScheduler: "pndm",
         }[type(pipeline.scheduler)]
     )
+
+
+def test_absent_fields_of_sdxl_are_on(small_pipelines, tmp_path):
+    folder = shutil.copytree(small_pipelines("sdxl-base")[1], tmp_path / "sdxl")
+    files = {"model_index.json": "force_zeros_for_empty_prompt", "vae/config.json": "force_upcast"}
+    for file, name in files.items():
+        edit_json(folder / file, **{name: False})
+    config = open_checkpoint(folder).config
+    assert not config.zero_empty_negative and not config.autoencoder.force_upcast
+    for file, name in files.items():
+        path = folder / file
+        content = json.loads(path.read_text())
+        del content[name]
+        path.write_text(json.dumps(content))
+    config = open_checkpoint(folder).config
+    assert config.zero_empty_negative and config.autoencoder.force_upcast
+    theirs = diffusers.DiffusionPipeline.from_pretrained(folder)
+    assert theirs.config.force_zeros_for_empty_prompt and theirs.vae.config.force_upcast
 
 
 def test_schedulers(folder):
@@ -247,6 +280,15 @@ def test_options_that_a_folder_does_not_take(folder, options, message):
         open_checkpoint(folder, **options)
     with pytest.raises(CheckpointError, match=r"`\w+` is for .* Received: kerascv:sd1\.4"):
         open_checkpoint("kerascv:sd1.4", **options)
+
+
+def test_folders_of_kerascv(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kcv_diffusion_model.h5").touch()
+    assert open_checkpoint("kerascv:~/mine").format == "KerasCV sd1.4"
+    with pytest.raises(ConfigError, match=r"flow_euler"):
+        open_checkpoint("kerascv:~/mine", scheduler="flow_euler")
 
 
 # What is written
@@ -352,21 +394,36 @@ def test_pickles(folder, tmp_path, suffix):
     broken(folder, rf"vae/diffusion_pytorch_model\{suffix} is a pickle")
 
 
-def test_the_advised_conversion_works(small_pipelines, tmp_path, monkeypatch):
-    """The command in the message, run as it stands."""
-    import shlex
-    import subprocess
-    import sys
+def convert(error, folder):
+    """Run the command in the message as it stands."""
+    _, flag, code = shlex.split(str(error).partition("convert it: ")[2])
+    subprocess.run([sys.executable, flag, code], cwd=folder, check=True)
 
+
+def test_the_advised_conversion_works(small_pipelines, tmp_path, monkeypatch):
     pipeline, _ = small_pipelines("sd1")
     state = {"decoder.conv_in.bias": pipeline.vae.decoder.conv_in.bias.detach(), "step": 3}
     torch.save({"state_dict": state}, tmp_path / "weights.ckpt")
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path / "weights.ckpt")
-    _, flag, code = shlex.split(str(caught.value).partition("convert it: ")[2])
-    subprocess.run([sys.executable, flag, code], cwd=tmp_path, check=True)
+    convert(caught.value, tmp_path)
     converted = load_file(tmp_path / "weights.safetensors")
     np.testing.assert_array_equal(converted["decoder.conv_in.bias"], state["decoder.conv_in.bias"])
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_the_advised_conversion_of_a_component_is_read(folder, variant):
+    part = folder / "text_encoder"
+    state = {n: torch.from_numpy(v) for n, v in load_file(part / "model.safetensors").items()}
+    (part / "model.safetensors").unlink()
+    torch.save(state, part / ("pytorch_model.bin" if variant is None else "pytorch_model.fp16.bin"))
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder).tensors("text_encoder")
+    convert(caught.value, part)
+    tensors = open_checkpoint(folder, variant=variant).tensors("text_encoder")
+    [name] = [name for name in state if name.endswith("final_layer_norm.bias")]
+    stored = tensors["text_model.final_layer_norm.bias"]
+    np.testing.assert_array_equal(stored.read(), state[name])
 
 
 def test_index_errors(folder, tmp_path):

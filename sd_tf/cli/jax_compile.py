@@ -6,7 +6,7 @@ import time
 
 import jax
 
-from sd_tf.cli.arguments import add_json, write_json
+from sd_tf.cli.arguments import add_json, names, whole_numbers, write_json
 from sd_tf.cli.options import (
     ADDITIONS,
     DISABLE_REWRITES,
@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: this machine's")
     parser.add_argument(
         "--topology",
-        type=_listed(str),
-        default=[],
+        type=names,
+        default=(),
         help="a TPU slice, like v5e:2x2, that need not be here; several with --sweep",
     )
-    parser.add_argument("--batch_size", type=_listed(int), default=[], help="several with --sweep")
+    parser.add_argument("--batch_size", type=whole_numbers, default=(), help="several with --sweep")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     add_options(parser, SEVERAL)
@@ -63,13 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", action="store_true", help="a table over topologies and batches, nothing kept"
     )
     add_json(parser)
-
-
-def _listed(kind):
-    def parse(text):
-        return [kind(part) for part in text.split(",")]
-
-    return parse
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sd_tf.cli.arguments import add_load_adapter
 from sd_tf.cli.drawing import add_drawing_arguments, draw, read_wanted
-from sd_tf.cli.options import ADDITIONS, WEIGHTS, chosen, place_of
+from sd_tf.cli.options import WEIGHTS, chosen, place_of
 from sd_tf.cli.options import add_arguments as add_options
 from sd_tf.jax.pipeline import JaxPipeline
 
@@ -18,14 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--export_dir", required=True, help="what `sd-tf jax compile` wrote")
     parser.add_argument("--checkpoint", help="source of the weights, if the folder holds none")
     add_load_adapter(parser)
-    add_options(parser, [*WEIGHTS, *ADDITIONS])
+    add_options(parser, WEIGHTS)
 
 
 def run(options: argparse.Namespace) -> int:
     wanted = read_wanted(options)
-    weights = {
-        name: value for name, value in chosen(options, (*WEIGHTS, *ADDITIONS)).items() if value
-    }
+    weights = {name: value for name, value in chosen(options, WEIGHTS).items() if value}
     if options.checkpoint is not None:
         weights["checkpoint"] = place_of(options.checkpoint)
     pipe = JaxPipeline.load(options.export_dir, **weights)

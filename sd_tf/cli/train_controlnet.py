@@ -6,6 +6,7 @@ import dataclasses
 from sd_tf.cli.arguments import report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
+    add_denoiser,
     add_hosts,
     add_pictures,
     add_run,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dropout", type=float, default=0.1, help="share without a caption (default: 0.1)"
     )
     add_hosts(parser)
+    add_denoiser(parser)
     add_settings(parser)
 
 

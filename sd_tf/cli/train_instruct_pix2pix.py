@@ -6,6 +6,7 @@ import dataclasses
 from sd_tf.cli.arguments import report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
+    add_denoiser,
     add_hosts,
     add_lora,
     add_pictures,
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_lora(parser)
     add_hosts(parser)
+    add_denoiser(parser)
     add_settings(parser)
 
 

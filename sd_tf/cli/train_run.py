@@ -39,18 +39,26 @@ def add_pictures(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_data(parser: argparse.ArgumentParser) -> None:
+def add_data(parser: argparse.ArgumentParser, is_captioned: bool = True) -> None:
     """Add what `open_data` reads."""
     parser.add_argument(
         "--data", required=True, help="a folder, a parquet file or folder, or world:COUNT"
     )
     add_pictures(parser)
-    parser.add_argument("--caption_column", help="where it is not 'text'")
+    if is_captioned:
+        parser.add_argument("--caption_column", help="where it is not 'text'")
     parser.add_argument("--image_column", help="where it is not 'image' ('file_name' in a folder)")
 
 
-def open_data(options: argparse.Namespace, path: str, size: int, host, checked: str = "bad_rows"):
-    """Open this host's part of captioned pictures; `checked`: the file that lists bad rows."""
+def open_data(
+    options: argparse.Namespace,
+    path: str,
+    size: int,
+    host,
+    checked: str = "bad_rows",
+    is_captioned: bool = True,
+):
+    """Open this host's part of the pictures; `checked`: the file that lists bad rows."""
     from sd_tf.training import data
 
     count = world_count(options, path)
@@ -59,8 +67,10 @@ def open_data(options: argparse.Namespace, path: str, size: int, host, checked: 
     columns = {
         name: getattr(options, name)
         for name in ("caption_column", "image_column")
-        if getattr(options, name) is not None
+        if getattr(options, name, None) is not None
     }
+    if not is_captioned:
+        columns["caption_column"] = None
     file = options.folder / f"{host.named(checked)}.json"
     source = data.open_source(path, size, options.on_error, host, file, **columns)
     for line in source.skipped:
@@ -104,22 +114,26 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", type=int, help="which of them this is, from 0")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add how to open the checkpoint and how to save it, the noise levels, and `Settings`."""
-    add_options(parser, OPENING)
+def add_denoiser(parser: argparse.ArgumentParser) -> None:
+    """Add the noise levels that a denoiser learns, and how its blocks are computed."""
     parser.add_argument(
         "--first_timestep",
         type=int,
         default=0,
         help="train on no timestep below it: noisy ones decide where things stand",
     )
-    parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
-    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument(
         "--gradient_checkpointing",
         action="store_true",
         help="compute the denoiser's blocks again for the gradients: less memory, more time",
     )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add how to open the checkpoint, how to save what is trained, and `Settings`."""
+    add_options(parser, OPENING)
+    parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument(
         "--jit_compile",
         action=Switch,
@@ -133,9 +147,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         help="save the weights' moving average (the default), or the last weights",
     )
     parser.add_argument(
-        "--ema_start", type=float, default=0.0, help="share of the run before averaging"
+        "--ema_start", type=float, help="share of the run before averaging (default: 0)"
     )
-    parser.add_argument("--ema_half_life", type=float, default=1000.0, help="steps")
+    parser.add_argument("--ema_half_life", type=float, help="steps (default: 1000)")
     for field in dataclasses.fields(Settings):
         if field.type in (int, float):
             required = field.default is dataclasses.MISSING
@@ -146,7 +160,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
-    average = Averaging(options.ema_start if options.average else None, options.ema_half_life)
     numbers = {
         f.name: getattr(options, f.name)
         for f in dataclasses.fields(Settings)
@@ -154,11 +167,21 @@ def read_settings(options: argparse.Namespace) -> Settings:
     }
     return Settings(
         **numbers,
-        averaging=average,
+        averaging=_averaging(options),
         precision=options.precision,
-        gradient_checkpointing=options.gradient_checkpointing,
+        gradient_checkpointing=getattr(options, "gradient_checkpointing", False),
         jit_compile=options.jit_compile,
     ).check()
+
+
+def _averaging(options: argparse.Namespace) -> Averaging:
+    given = {"start": options.ema_start, "half_life": options.ema_half_life}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.average:
+        return Averaging(**given)
+    if given:
+        raise TrainingError("--ema_start and --ema_half_life do not go with --noaverage.")
+    return Averaging(start=None)
 
 
 def picture_size(options: argparse.Namespace, config: PipelineConfig) -> int:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", required=True, help="the checkpoint whose latents it is to decode"
     )
-    add_data(parser)
+    add_data(parser, is_captioned=False)
     parser.add_argument("--channels", type=int, default=64, help="on all levels (default: 64)")
     parser.add_argument(
         "--blocks",
@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
 
     settings = read_settings(options)
     checkpoint = opened(options, options.checkpoint)
-    source = open_data(options, options.data, picture_size(options, checkpoint.config), host)
+    size = picture_size(options, checkpoint.config)
+    source = open_data(options, options.data, size, host, is_captioned=False)
     small_decoder.train(
         checkpoint,
         source,

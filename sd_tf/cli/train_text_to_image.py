@@ -6,6 +6,7 @@ from sd_tf.cli.arguments import Switch, report
 from sd_tf.cli.options import opened
 from sd_tf.cli.train_run import (
     add_data,
+    add_denoiser,
     add_hosts,
     add_lora,
     add_run,
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pictures of the same class, like --data, of which nothing is to be forgotten",
     )
     parser.add_argument(
-        "--prior_weight", type=float, default=1.0, help="of the loss of --prior_data"
+        "--prior_weight", type=float, help="of the loss of --prior_data (default: 1)"
     )
     parser.add_argument(
         "--placeholder_token", help="train the vectors of this new token alone, such as '<cat>'"
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_vectors", type=int, default=1, help="of --placeholder_token")
     add_lora(parser)
     add_hosts(parser)
+    add_denoiser(parser)
     add_settings(parser)
 
 
@@ -66,6 +68,11 @@ def run(options: argparse.Namespace) -> int:
     from sd_tf.training import finetune
 
     settings, lora = read_settings(options), read_lora(options)
+    prior_weight = finetune.FinetuneOptions.prior_weight
+    if options.prior_weight is not None:
+        if options.prior_data is None:
+            raise TrainingError("--prior_weight goes with --prior_data.")
+        prior_weight = options.prior_weight
     inversion = read_inversion(options)
     checkpoint = opened(options, options.checkpoint)
     size = picture_size(options, checkpoint.config)
@@ -84,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
             options.first_timestep,
             options.save_dtype,
             lora,
-            options.prior_weight,
+            prior_weight,
             inversion,
         ),
         options.folder,

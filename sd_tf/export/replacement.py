@@ -77,12 +77,18 @@ def merged(
             if any(name in components for name in replaced):
                 shared += fields
     for field in shared:
-        old, new = getattr(previous, field), getattr(manifest, field)
+        old, new = _compared(previous, field), _compared(manifest, field)
         if old != new:
             raise ExportError(
                 f"A component can only be replaced by one of the same {field}: the export has "
                 f"{old}. Received: {new}"
             )
+    if "adapters" in shared and previous.adapters.loaded:
+        raise ExportError(
+            f"A component whose places hold adapters cannot be replaced: take the adapters out "
+            f"first, with `sd-tf export-adapters EXPORT --remove NAME`. The export has "
+            f"{', '.join(previous.adapters.names)}"
+        )
     storage = {
         part: kind
         for one, names in ((previous, kept), (manifest, replaced))
@@ -91,6 +97,16 @@ def merged(
     }
     fields = {field: getattr(previous, field) for field in owned}
     return dataclasses.replace(manifest, storage=storage, **fields)
+
+
+def _compared(manifest: Manifest, field: str) -> object:
+    """Return a field's value; of the places for adapters, without what they hold."""
+    if field != "adapters":
+        return getattr(manifest, field)
+    places = manifest.adapters
+    if not places.slots:
+        return "no places"
+    return f"{places.slots} places of the rank {places.rank} for layers of {places.layers!r}"
 
 
 def check_conditions(

@@ -87,7 +87,12 @@ def numpy_dtype(name: str) -> np.dtype:
     return BY_NAME[name]
 
 
-def refuse_pickle(path: Path) -> None:
+def refuse_pickle(path: Path, converted: str | None = None) -> None:
+    """Refuse a pickle, with the command that converts it.
+
+    Args:
+        converted: the new file's name without its suffix; None: as the pickle's.
+    """
     if path.suffix in PICKLES:
         raise CheckpointError(
             f"{path} is a pickle, which can run any code when it is read; only safetensors and "
@@ -96,7 +101,7 @@ def refuse_pickle(path: Path) -> None:
             f"w = torch.load('{path.name}', weights_only=True, map_location='cpu'); "
             f"w = w.get('state_dict', w); "
             f"s.save_file({{k: v.contiguous() for k, v in w.items() if hasattr(v, 'shape')}}, "
-            f"'{path.stem}.safetensors')\""
+            f"'{path.stem if converted is None else converted}.safetensors')\""
         )
 
 

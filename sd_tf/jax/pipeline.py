@@ -67,8 +67,8 @@ class JaxPipeline(Chain):
                 disabled_rewrites: as for an export.
             compile_cache: folder where compiled code is kept between processes.
             opening: `family`, `scheduler`, `variant`, `revision`, `ema`, `without`,
-                `max_sequence_length`, `lora`, `controlnet`, `ip_adapter`, `image_encoder`,
-                `decoder`, `preview_decoder` of `open_checkpoint`.
+                `max_sequence_length`, `t5_tokenizer`, `lora`, `embeddings`, `controlnet`,
+                `ip_adapter`, `image_encoder`, `decoder`, `preview_decoder` of `open_checkpoint`.
         """
         from sd_tf.components.describe import manifest_of, origins
         from sd_tf.components.geometry import Fixed, geometry_of
@@ -77,6 +77,8 @@ class JaxPipeline(Chain):
         from sd_tf.weights import open_checkpoint
 
         start = time.perf_counter()
+        if batch_size is not None and batch_sizes:
+            raise ExportError("Give `batch_size` or `batch_sizes`.")
         if compile_cache is not None:
             set_compile_cache(compile_cache)
         checkpoint = open_checkpoint(source, **opening)
@@ -155,8 +157,7 @@ class JaxPipeline(Chain):
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
             opening: `family`, `variant`, `revision`, `ema`, `without`, `max_sequence_length`,
-                `lora`, `controlnet`, `ip_adapter`, `image_encoder`, `decoder`,
-                `preview_decoder` of `open_checkpoint`, for that source.
+                `t5_tokenizer`, `lora` of `open_checkpoint`, for that source.
         """
         start = time.perf_counter()
         folder = Path(folder)
@@ -181,19 +182,19 @@ class JaxPipeline(Chain):
 
 def _check_source(folder: Path, compiled: artifacts.Compiled, checkpoint, opening: dict) -> None:
     """Refuse a source of weights where the folder has its own, and its lack where it has none."""
-    if compiled.has_weights and checkpoint is not None:
-        raise ExportError(
-            f"{folder} holds the weights that it was compiled with: leave out `checkpoint`, or "
-            f"compile again."
-        )
-    if checkpoint is None:
-        if not compiled.has_weights:
+    if not compiled.has_weights:
+        if checkpoint is None:
             raise ExportError(
                 f"{folder} was compiled from shapes alone and holds no weights: give `checkpoint`."
             )
-        for name, value in opening.items():
-            if value:
-                raise ExportError(f"`{name}` is for a checkpoint: give `checkpoint`.")
+        return
+    weights = f"{folder} holds the weights that it was compiled with"
+    if checkpoint is not None:
+        raise ExportError(f"{weights}: leave out `checkpoint`, or compile again.")
+    for name, value in opening.items():
+        if value:
+            later = ", or with `adapter_slots`, to load adapters later" if name == "lora" else ""
+            raise ExportError(f"{weights}: compile again with `{name}`{later}.")
 
 
 def _weights_of_checkpoint(
@@ -224,6 +225,11 @@ def _weights_of_checkpoint(
         adapter_layers=manifest.adapters.layers,
     )
     components = ahead.components(checkpoint, fixed, mesh)
+    if differing := sorted(components.keys() ^ compiled.programs.keys()):
+        raise ExportError(
+            f"{source} does not fit the compiled pipeline: only one of them has the component "
+            f"{', '.join(differing)}. Compile again for this checkpoint."
+        )
     for name, component in components.items():
         artifacts.check_weights(compiled.programs[name], component.weights, str(source))
     return programs.load_weights(components, checkpoint, mesh)

@@ -65,7 +65,7 @@ def opened(path: str | Path, layers: Mapping[str, Layers], places: AdapterPlaces
         for part, found in records.items()
     }
     adapter = read_adapter(path, shapes)
-    _check_places(adapter, records, places)
+    _check_places(adapter, layers, places)
     _check_kinds(adapter, places)
     return adapter
 
@@ -84,16 +84,21 @@ def check_switchable(layers: Mapping[str, Layers], places: AdapterPlaces) -> Non
         )
 
 
-def _check_places(adapter: Adapter, records, places: AdapterPlaces) -> None:
+def _check_places(adapter: Adapter, layers: Mapping[str, Layers], places: AdapterPlaces) -> None:
     without = [
-        f"{part}.{layer}" for part, layer in adapter.changes if not records[part][layer].has_place
+        (name, f"{part}.{layer}")
+        for name, one in layers.items()
+        for part, layer in adapter.changes
+        if part in one.parts and not one.parts[part][layer].has_place
     ]
     if without:
-        has_all = places.layers == LAYERS[-1]  # T5's layers never have places
-        merge = "Merge it" if has_all else "Export with --adapter_layers=all, or merge it"
+        # The text encoders' places do not depend on the option.
+        would_help = {name for name, _ in without} == {"diffusion_model"}
+        would_help = would_help and places.layers != LAYERS[-1]
+        merge = "Export with --adapter_layers=all, or merge it" if would_help else "Merge it"
         raise AdapterError(
             f"{adapter.name} changes {len(without)} layers that have no place, such as "
-            f"{without[0]}; the places are for layers of the kind {places.layers!r}. "
+            f"{without[0][1]}; the denoiser's places are for layers of the kind {places.layers!r}. "
             f"{merge} with --lora."
         )
 

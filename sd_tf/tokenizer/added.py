@@ -69,6 +69,7 @@ def add_tokens(backend: Tokenizer, counts: Mapping[str, int]) -> None:
                     f"The ids of a tokenizer must be those from 0 to the number of its tokens, "
                     f"{index}. Its next free id is {backend.token_to_id(name)}: tokens are missing."
                 )
+            _check_found(backend, name, index)
         if count > 1:
             expected[ids[0]] = tuple(ids)
     for first, vectors in vectors_of(backend).items():
@@ -85,6 +86,17 @@ def _check_name(backend: Tokenizer, token: str) -> None:
         raise TokenizerError(
             f"A token must have characters, and no white space. Received: {token!r}. Choose "
             f"another token."
+        )
+
+
+def _check_found(backend: Tokenizer, name: str, index: int) -> None:
+    """Refuse a name that holds a special token: that one is looked for before all others."""
+    encoding = backend.encode(name, add_special_tokens=False)
+    if encoding.ids != [index]:
+        raise TokenizerError(
+            f"A token must be found in a text, and must not hold a special token, such as the "
+            f"padding. Received: {name!r}, which is read as "
+            f"{', '.join(map(repr, encoding.tokens))}. Choose another token, such as '<my-style>'."
         )
 
 

@@ -8,7 +8,7 @@ from sd_tf.config import PipelineConfig
 from sd_tf.runtime.pictures import to_model
 from sd_tf.training import world
 from sd_tf.training.data import Source, World, shuffled
-from sd_tf.training.hosts import ALONE, Host
+from sd_tf.training.hosts import ALONE, Host, check_settings, device_count
 from sd_tf.training.settings import Settings, TrainingError
 
 Batch = dict[str, np.ndarray]
@@ -50,8 +50,8 @@ class Batches:
 class PictureBatches(Batches):
     """Batches for the autoencoder: pictures in [-1, 1], and noise for the latents."""
 
-    def __init__(self, source, batch_size, seed, latent_shape, host: Host = ALONE):
-        super().__init__(source, batch_size, seed, host=host)
+    def __init__(self, source, batch_size, seed, latent_shape, host: Host = ALONE, order=None):
+        super().__init__(source, batch_size, seed, order, host)
         self.latent_shape = latent_shape
 
     def __call__(self, step: int) -> Batch:
@@ -151,12 +151,20 @@ class ReadingBatches(Batches):
 
 def part_of_batch(settings: Settings, host: Host) -> int:
     """Return how many examples of a batch are this host's."""
-    if settings.batch_size % host.count:
-        raise TrainingError(
-            f"`batch_size` counts the examples of all {host.count} hosts and must be a multiple of "
-            f"that number. Received: {settings.batch_size}"
-        )
+    for kind, count in (("hosts", host.count), ("devices", device_count())):
+        if settings.batch_size % count:
+            raise TrainingError(
+                f"`batch_size` counts the examples of all {count} {kind} and must be a multiple of "
+                f"that number. Received: {settings.batch_size}"
+            )
     return settings.batch_size // host.count
+
+
+def check_run(settings: Settings, host: Host, first_timestep: int, config: PipelineConfig) -> None:
+    """Refuse settings that a run cannot keep on its hosts, before anything is computed for it."""
+    check_settings(settings, host)
+    part_of_batch(settings, host)
+    noise_levels(first_timestep, config)
 
 
 def noise_levels(first: int, config: PipelineConfig) -> range:

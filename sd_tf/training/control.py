@@ -8,9 +8,9 @@ import numpy as np
 
 from sd_tf.config import ControlNetConfig, PipelineConfig, family_of
 from sd_tf.models.controlnet import ControlNet
-from sd_tf.runtime.pictures import contact_sheet
-from sd_tf.training.batches import Batch
-from sd_tf.training.edit import EditBatches, check_cuts, check_family, prepared
+from sd_tf.runtime.pictures import contact_sheet, square
+from sd_tf.training.batches import Batch, check_run
+from sd_tf.training.edit import EditBatches, check_cuts, check_family
 from sd_tf.training.hosts import this_host
 from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising, Steered, Steering, freeze, recomputed
@@ -55,6 +55,8 @@ class ControlOptions:
 class ControlBatches(EditBatches):
     """Batches of pairs, of which `dropout` lose their caption, and none its picture."""
 
+    scaled = staticmethod(square)
+
     def dropped(self, r: np.ndarray) -> tuple[np.ndarray, Batch]:
         return r < self.options.dropout, {}
 
@@ -92,6 +94,7 @@ def prepare(
             f"Received: {family_of(checkpoint.config)}"
         )
     host = this_host()
+    check_run(settings, host, options.first_timestep, checkpoint.config)
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     begun |= options.record()
     config = checkpoint.config
@@ -134,7 +137,7 @@ def train(
         task = prepare(checkpoint, pairs, settings, options)
         shown = [pairs.pair(i) for i in range(min(SAMPLES, len(pairs)))]
         size = options.size
-        before = np.stack([prepared(pair.before, size, size, (0, 0), False) for pair in shown])
+        before = np.stack([np.asarray(square(pair.before, size)) for pair in shown])
 
         def sample(step):
             after = task.painter.steer([pair.text for pair in shown], before)

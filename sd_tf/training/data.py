@@ -1,6 +1,6 @@
 """Pictures with captions, from the tiny world, a folder or parquet, in a resumable order.
 
-Captions are kept in memory, pictures are not: those of parquet are read one row group at a time.
+Captions are kept in memory, pictures are not: of parquet, a few row groups are at a time.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,7 @@ PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 CAPTION_FILES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN, CAPTION_COLUMN, IMAGE_COLUMN = "file_name", "text", "image"
 ON_ERROR = ("refuse", "skip")
+GROUPS_AT_ONCE = 8  # row groups whose rows are mixed with one another
 ORDER = 1  # a seed's stream of random numbers, for the order of examples
 
 
@@ -38,6 +40,9 @@ class Source(Protocol):
     def original_size(self, index: int) -> tuple[int, int]: ...  # height, width, before scaling
 
     def caption(self, index: int, epoch: int) -> str: ...
+
+    def order(self, position: int, seed: int) -> tuple[int, int]:
+        """Return the index at a position in an endless series of shuffled epochs, and its epoch."""
 
     def record(self) -> Record:
         """Record which examples these are; every host of a run gives the same record."""
@@ -68,6 +73,9 @@ class World:
     def caption(self, index: int, epoch: int) -> str:
         scene, number = self.scene(index), self._number(index)
         return world.describe(scene, number, self.seed + epoch, self.complete)[0]
+
+    def order(self, position: int, seed: int) -> tuple[int, int]:
+        return shuffled(position, len(self), seed)
 
     def scene(self, index: int) -> world.Scene:
         return world.sample_scene(self._number(index), self.seed)
@@ -102,6 +110,9 @@ class Chosen:
     def caption(self, index: int, epoch: int) -> str:
         return self.source.caption(self.indices[index], epoch)
 
+    def order(self, position: int, seed: int) -> tuple[int, int]:
+        return shuffled(position, len(self), seed)
+
     def record(self) -> Record:
         return {"chosen": digest(self.indices), **self.source.record()}
 
@@ -127,14 +138,15 @@ class Cell:
 class Captioned:
     """Rows from a folder or from parquet: the place of a picture, and a caption."""
 
-    name: str
     rows: Sequence[tuple[Path | Cell, str]]
     size: int
     content: Record  # of all rows, those of other hosts, too
     skipped: list[str] = field(default_factory=list)  # places of rows left out, and why
 
     def __post_init__(self):
-        self._group = lru_cache(maxsize=1)(_pictures)
+        self._group = lru_cache(maxsize=GROUPS_AT_ONCE)(_pictures)
+        groups = groupby(_group_of(place) for place, _ in self.rows)
+        self._sizes = tuple(sum(1 for _ in rows) for _, rows in groups)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -155,8 +167,16 @@ class Captioned:
     def caption(self, index: int, epoch: int) -> str:
         return self.rows[index][1]
 
+    def order(self, position: int, seed: int) -> tuple[int, int]:
+        """Return the row at a position, and its epoch; few row groups are read at a time."""
+        return mixed(position, self._sizes, seed)
+
     def record(self) -> Record:
         return {**self.content, "size": self.size}
+
+
+def _group_of(place: Path | Cell) -> tuple[Path, int] | None:
+    return (place.file, place.group) if isinstance(place, Cell) else None
 
 
 def read_picture(picture: bytes | Path, size: int) -> np.ndarray:
@@ -182,7 +202,8 @@ def open_source(
         host: each of several hosts gets its part of the rows, of parquet whole row groups.
         checked: a file in which the bad rows are listed for the next start, which then reads the
             captions alone, unless the data has changed.
-        columns: `caption_column` and `image_column`, if they have other names.
+        columns: `caption_column` and `image_column`, if they have other names. Without captions,
+            `caption_column` is None.
     """
     if on_error not in ON_ERROR:
         raise TrainingError(f"on_error must be one of {', '.join(ON_ERROR)}. Received: {on_error}")
@@ -190,6 +211,7 @@ def open_source(
     if not path.exists():
         raise TrainingError(f"No such file or folder: {path}")
     parquet = [path] if path.suffix == ".parquet" else sorted(path.glob("**/*.parquet"))
+    is_captioned = columns.get("caption_column", CAPTION_COLUMN) is not None
     rows, skipped, bad = [], [], {}
     try:
         if parquet:
@@ -199,7 +221,7 @@ def open_source(
         of_part = {**content, "hosts": host.count}
         known = _known_bad(checked, of_part)
         for number, row in enumerate(found(known is not None)):
-            problem = problem_of(row) if known is None else known.get(str(number))
+            problem = problem_of(row, is_captioned) if known is None else known.get(str(number))
             if problem is None:
                 rows.append((row.picture if row.cell is None else row.cell, row.caption))
             elif on_error == "skip":
@@ -218,7 +240,7 @@ def open_source(
     if checked is not None and known is None:
         checked.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(checked, json.dumps({"data": of_part, "bad": bad}))
-    return Captioned(str(path), rows, size, content, skipped)
+    return Captioned(rows, size, content, skipped)
 
 
 @dataclass(frozen=True)
@@ -240,14 +262,14 @@ def _known_bad(checked: Path | None, data: Record) -> dict[str, str] | None:
     return before["bad"] if before["data"] == data else None
 
 
-def problem_of(row: Row) -> str | None:
+def problem_of(row: Row, is_captioned: bool) -> str | None:
     """Say why a row cannot be used, or return None. The whole picture is read, not its header."""
     picture, caption = row.picture, row.caption
     if row.problem is not None:
         return row.problem
     if caption is not None and not isinstance(caption, str):
         return f"the caption must be text, not {type(caption).__name__}"
-    if caption is None or not caption.strip():
+    if is_captioned and (caption is None or not caption.strip()):
         return "the caption is empty"
     if picture is None:
         return "there is no picture"
@@ -277,7 +299,7 @@ def _folder(folder: Path, host: Host, **columns) -> tuple[Rows, Record]:
 
 
 def _folder_rows(
-    folder: Path, caption_column: str = CAPTION_COLUMN, image_column: str = FILE_COLUMN
+    folder: Path, caption_column: str | None = CAPTION_COLUMN, image_column: str = FILE_COLUMN
 ) -> Iterator[Row]:
     if not folder.is_dir():
         raise TrainingError(f"Data must be a folder or a .parquet file. Received: {folder}")
@@ -289,10 +311,11 @@ def _folder_rows(
     if not pictures:
         raise TrainingError(f"{folder} has no pictures ({', '.join(PICTURE_SUFFIXES)}).")
     for picture in pictures:
-        yield Row(str(picture), picture, *_caption_beside(picture))
+        found = (None, None) if caption_column is None else _caption_beside(picture)
+        yield Row(str(picture), picture, *found)
 
 
-def _table_rows(path: Path, caption_column: str, image_column: str) -> Iterator[Row]:
+def _table_rows(path: Path, caption_column: str | None, image_column: str) -> Iterator[Row]:
     """Yield the rows of a table that names pictures in its own folder."""
     folder = path.parent
     for number, entry in enumerate(read_rows(path), start=1):
@@ -300,7 +323,7 @@ def _table_rows(path: Path, caption_column: str, image_column: str) -> Iterator[
         if isinstance(entry, str):
             yield Row(where, None, None, entry)
             continue
-        if missing := {caption_column, image_column} - entry.keys():
+        if missing := {caption_column, image_column} - {None, *entry}:
             raise TrainingError(
                 f"{where}: no column {', '.join(sorted(missing))}; it has {', '.join(entry)}. Name "
                 "them with `caption_column` and `image_column`."
@@ -312,7 +335,7 @@ def _table_rows(path: Path, caption_column: str, image_column: str) -> Iterator[
         if not picture.resolve().is_relative_to(folder.resolve()):
             raise TrainingError(f"{where} points outside the folder of its table: {picture}")
         found = picture if picture.is_file() else None
-        yield Row(f"{where} ({picture.name})", found, entry[caption_column])
+        yield Row(f"{where} ({picture.name})", found, entry.get(caption_column))
 
 
 def _caption_beside(picture: Path) -> tuple[str | None, str | None]:
@@ -330,14 +353,14 @@ def _parquet(
     path: Path,
     files: Sequence[Path],
     host: Host,
-    caption_column: str = CAPTION_COLUMN,
+    caption_column: str | None = CAPTION_COLUMN,
     image_column: str = IMAGE_COLUMN,
 ) -> tuple[Rows, Record]:
     """Return the rows of this host's row groups, and a record of all files."""
     groups, sizes = [], []  # file, number of the group, number of its first row; rows of each
     for file in files:
         table = ParquetRows(file)
-        if missing := {caption_column, image_column} - set(table.columns):
+        if missing := {caption_column, image_column} - {None, *table.columns}:
             raise TrainingError(
                 f"{file}: no column {', '.join(sorted(missing))}; it has "
                 f"{', '.join(table.columns)}. Name them with `caption_column` and `image_column`."
@@ -347,13 +370,14 @@ def _parquet(
         sizes += table.group_sizes
 
     def rows(is_checked: bool) -> Iterator[Row]:
-        read = [caption_column] if is_checked else [image_column, caption_column]
+        captions = [] if caption_column is None else [caption_column]
+        read = captions if is_checked else [image_column, *captions]
         for file, group, first in host.part(groups):
             for row, entry in enumerate(ParquetRows(file).group(group, read)):
                 where = f"{file}, row {first + row + 1}"
                 picture = embedded(entry.get(image_column))
                 cell = Cell(file, group, row, image_column)
-                yield Row(where, picture, entry[caption_column], cell=cell)
+                yield Row(where, picture, entry.get(caption_column), cell=cell)
 
     root = path if path.is_dir() else path.parent
     content = {
@@ -386,3 +410,29 @@ def shuffled(position: int, count: int, seed: int) -> tuple[int, int]:
 @lru_cache(maxsize=4)
 def _order(epoch, count, seed):
     return np.random.default_rng([seed, ORDER, epoch]).permutation(count)
+
+
+def mixed(position: int, rows: tuple[int, ...], seed: int) -> tuple[int, int]:
+    """Return the row at a position in an endless series of epochs, and its epoch.
+
+    In every epoch groups are shuffled, and rows among `GROUPS_AT_ONCE` groups.
+
+    Args:
+        rows: the number of rows in each group.
+    """
+    epoch, place = divmod(position, sum(rows))
+    return int(_mixed(epoch, rows, seed)[place]), epoch
+
+
+@lru_cache(maxsize=4)
+def _mixed(epoch, rows, seed):
+    draws = np.random.default_rng([seed, ORDER, epoch])
+    starts = np.concatenate([[0], np.cumsum(rows)[:-1]])
+    groups = draws.permutation(len(rows))
+    parts = []
+    for first in range(0, len(groups), GROUPS_AT_ONCE):
+        chosen = groups[first : first + GROUPS_AT_ONCE]
+        parts.append(
+            draws.permutation(np.concatenate([starts[g] + np.arange(rows[g]) for g in chosen]))
+        )
+    return np.concatenate(parts)

@@ -16,6 +16,7 @@ from sd_tf.runtime.pictures import contact_sheet, to_model
 from sd_tf.training.batches import (
     Batch,
     Batches,
+    check_run,
     noise_levels,
     part_of_batch,
     spread_timesteps,
@@ -86,10 +87,18 @@ def dropped(r: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     return r < 2 * share, (share <= r) & (r < 3 * share)
 
 
-def prepared(picture: Image.Image, size: int, resize: int, place, is_flipped: bool) -> np.ndarray:
+def stretched(picture: Image.Image, size: int) -> Image.Image:
+    """Scale a picture to a square, whatever its shape, as the published training does."""
+    if picture.size == (size, size):
+        return picture
+    return picture.resize((size, size), Image.Resampling.LANCZOS)
+
+
+def prepared(
+    picture: Image.Image, size: int, resize: int, place, is_flipped: bool, scaled=stretched
+) -> np.ndarray:
     """Scale, crop at `place` (x, y from 0 to 1) and mirror a picture: uint8 (size, size, 3)."""
-    if picture.size != (resize, resize):
-        picture = picture.resize((resize, resize), Image.Resampling.LANCZOS)
+    picture = scaled(picture, resize)
     x, y = (round(share * (resize - size)) for share in place)
     pixels = np.asarray(picture.crop((x, y, x + size, y + size)))
     return pixels[:, ::-1] if is_flipped else pixels
@@ -97,6 +106,8 @@ def prepared(picture: Image.Image, size: int, resize: int, place, is_flipped: bo
 
 class EditBatches(Batches):
     """Batches of pairs, cropped and mirrored alike; `dropout` drops some texts and pictures."""
+
+    scaled = staticmethod(stretched)
 
     def __init__(
         self, pairs: Pairs, settings: Settings, options: EditOptions, config, tokenize, host=ALONE
@@ -129,14 +140,15 @@ class EditBatches(Batches):
     def inputs(self, indices, without_text, draws) -> Batch:
         options = self.options
         places, flips = draws.random((len(indices), 2)), draws.random(len(indices)) < options.flip
-        resize = options.resize or options.size
+        size = options.size
+        resize = size if options.resize is None else options.resize
         pairs = [self.source.pair(index) for index in indices]
 
         def pictures(name):
             return to_model(
                 np.stack(
                     [
-                        prepared(getattr(pair, name), options.size, resize, place, is_flipped)
+                        prepared(getattr(pair, name), size, resize, place, is_flipped, self.scaled)
                         for pair, place, is_flipped in zip(pairs, places, flips, strict=True)
                     ]
                 )
@@ -241,7 +253,7 @@ def prepare(
     """
     options.check()
     host = this_host()
-    begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
+    check_run(settings, host, options.first_timestep, checkpoint.config)
     if options.lora is not None and checkpoint.config.latent_inputs != "image":
         raise TrainingError(
             "An adapter is trained on a checkpoint that edits already: it has no part in the "
@@ -249,6 +261,7 @@ def prepare(
             f"checkpoint. Received: {family_of(checkpoint.config)}"
         )
     check_family(checkpoint.config)
+    begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
     tokenizer = checkpoint.tokenizer()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sd_tf.config import family_of
 from sd_tf.runtime.pictures import contact_sheet
-from sd_tf.training.batches import LatentBatches, PriorBatches
+from sd_tf.training.batches import LatentBatches, PriorBatches, check_run
 from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
@@ -40,6 +40,10 @@ class FinetuneOptions:
 
     def check(self) -> "FinetuneOptions":
         """Raise if a value is out of range; return self."""
+        if not 0.0 <= self.caption_dropout <= 1.0:
+            raise TrainingError(
+                f"`caption_dropout` must be from 0 to 1. Received: {self.caption_dropout}"
+            )
         if not self.prior_weight >= 0:
             raise TrainingError(
                 f"`prior_weight` must not be below 0. Received: {self.prior_weight}"
@@ -112,6 +116,9 @@ def prepare(
 ) -> TrainingTask:
     """Build the models, loss and batches; `folder` keeps the latents."""
     host = this_host()
+    check_run(settings, host, options.first_timestep, checkpoint.config)
+    if options.lora is not None:  # raises where the denoiser has no layers for them
+        options.lora.targets(checkpoint.config.denoiser.component)
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": source.record(), "hosts": host.count}
     record = {**options.record(), **begun}
     if prior is not None:

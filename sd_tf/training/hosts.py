@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sd_tf.training.settings import Settings, TrainingError
+
 
 @dataclass(frozen=True)
 class Host:
@@ -51,6 +53,24 @@ def this_host() -> Host:
     import jax
 
     return Host(jax.process_index(), jax.process_count())
+
+
+def device_count() -> int:
+    """Return the number of devices, of all hosts, among which a batch is divided."""
+    import keras
+
+    distribution = keras.distribution.distribution()
+    return 1 if distribution is None else distribution.device_mesh.devices.size
+
+
+def check_settings(settings: Settings, host: Host) -> None:
+    """Raise if a setting is out of range, or cannot be kept on several hosts."""
+    settings.check()
+    if host.count > 1 and settings.sample_every:
+        raise TrainingError(
+            f"Sample sheets are drawn on one host only: on several, `sample_every` must be 0. "
+            f"Received: {settings.sample_every}"
+        )
 
 
 @contextmanager

@@ -18,7 +18,14 @@ from PIL import Image
 from sd_tf.files.rows import ParquetRows, RowsError
 from sd_tf.runtime.pictures import PictureError, open_picture
 from sd_tf.training import world
-from sd_tf.training.data import ON_ERROR, ORDER, embedded, shuffled, without_host
+from sd_tf.training.data import (
+    GROUPS_AT_ONCE,
+    ON_ERROR,
+    embedded,
+    mixed,
+    shuffled,
+    without_host,
+)
 from sd_tf.training.hosts import ALONE, Host
 from sd_tf.training.origin import Record, digest, of_files
 from sd_tf.training.settings import TrainingError
@@ -47,7 +54,6 @@ EDITS = Columns(("input_image", "original_image"), ("edit_prompt",), ("edited_im
 CONTROLS = Columns(
     ("conditioning_image", "control_image", "source"), ("text", "caption"), ("image", "target")
 )
-GROUPS_AT_ONCE = 8  # row groups whose rows are mixed with one another
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,10 @@ class Group:
     start: int  # its first row's index among all pairs
 
 
+class GroupError(PictureError):
+    """A row group that cannot be read."""
+
+
 @dataclass
 class ParquetPairs:
     """Pairs from this host's row groups of parquet files."""
@@ -164,36 +174,43 @@ class ParquetPairs:
         return self.groups[-1].start + self.groups[-1].rows
 
     def pair(self, index: int) -> Pair:
-        """Read a pair; with `on_error` "skip", a bad row is replaced by the next usable one."""
-        for place in range(len(self)):
-            where, row = self._row((index + place) % len(self))
+        """Read a pair; with `on_error` "skip", a bad row is replaced by the next usable one.
+
+        In place of a row group that cannot be read, each row is looked for in the next group.
+        """
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        row = index - self.groups[number].start
+        for _ in range(len(self) + len(self.groups)):
+            group = self.groups[number % len(self.groups)]
+            row %= group.rows
             try:
-                return _pair_of(row)
+                return _pair_of(self._rows_of(group)[row])
             except PictureError as error:
+                where = f"{group.file}, row {group.first_row + row + 1}"
                 if self.on_error == "refuse":
                     raise TrainingError(
                         f"{where}: {error}. To leave such rows out, set `on_error` to skip."
                     ) from error
                 self._skip(where, str(error))
+                if isinstance(error, GroupError):
+                    number += 1
+                elif (row := row + 1) == group.rows:
+                    number, row = number + 1, 0
         raise TrainingError(f"The data has no usable pair. Skipped: {len(self.skipped)} rows.")
 
     def order(self, position: int, seed: int) -> tuple[int, int]:
-        """Return the pair at a position, and its epoch.
-
-        In every epoch groups are shuffled, and rows among `GROUPS_AT_ONCE` groups.
-        """
-        epoch, place = divmod(position, len(self))
-        return int(_mixed(tuple(g.rows for g in self.groups), epoch, seed)[place]), epoch
+        """Return the pair at a position, and its epoch; few row groups are read at a time."""
+        return mixed(position, tuple(group.rows for group in self.groups), seed)
 
     def record(self) -> Record:
         return self.content
 
-    def _row(self, index: int):
-        group = self.groups[int(np.searchsorted(self._starts, index, side="right")) - 1]
-        place = index - group.start
+    def _rows_of(self, group: Group) -> list[dict]:
         with self._lock:
             rows = self._rows(group)
-        return f"{group.file}, row {group.first_row + place + 1}", rows[place]
+        if isinstance(rows, str):
+            raise GroupError(rows)
+        return rows
 
     def _skip(self, where: str, problem: str) -> None:
         with self._lock:
@@ -213,7 +230,8 @@ def open_pairs(
     """Open a parquet file, or a folder of them; each of several hosts gets some of the row groups.
 
     Args:
-        on_error: `refuse` raises at a damaged row or an unreadable file; `skip` leaves it out.
+        on_error: `refuse` raises at a damaged row or an unreadable file; `skip` leaves the file
+            out, and takes another row in place of the damaged one.
     """
     if on_error not in ON_ERROR:
         raise TrainingError(f"on_error must be one of {', '.join(ON_ERROR)}. Received: {on_error}")
@@ -265,14 +283,14 @@ def _sizes(file: Path, columns: Columns) -> list[tuple[Path, int, int, int]]:
     return found
 
 
-def _read_group(columns: Columns, group: Group) -> list[dict]:
+def _read_group(columns: Columns, group: Group) -> list[dict] | str:
+    """Read a group's rows, or return the reason why it cannot be read."""
     try:
         table = ParquetRows(group.file)
         names = columns.of(table.columns)
         rows = table.group(group.number, names)
     except RowsError as error:
-        problem = PictureError(f"its row group cannot be read ({error})")
-        return [{"problem": problem}] * group.rows
+        return f"its row group cannot be read ({error})"
     return [
         dict(zip(("before", "text", "after"), (row[name] for name in names), strict=True))
         for row in rows
@@ -280,8 +298,6 @@ def _read_group(columns: Columns, group: Group) -> list[dict]:
 
 
 def _pair_of(row: dict) -> Pair:
-    if "problem" in row:
-        raise row["problem"]
     text = row["text"]
     if not isinstance(text, str) or not text.strip():
         raise PictureError("there is no text")
@@ -295,18 +311,3 @@ def _pair_of(row: dict) -> Pair:
         except PictureError as error:
             raise PictureError(f"{name}: {error}") from error
     return Pair(pictures[0], text, pictures[1])
-
-
-@lru_cache(maxsize=4)
-def _mixed(rows: tuple[int, ...], epoch: int, seed: int) -> np.ndarray:
-    """Return the order of all rows in an epoch, given the number of rows in each group."""
-    draws = np.random.default_rng([seed, ORDER, epoch])
-    starts = np.concatenate([[0], np.cumsum(rows)[:-1]])
-    groups = draws.permutation(len(rows))
-    parts = []
-    for first in range(0, len(groups), GROUPS_AT_ONCE):
-        chosen = groups[first : first + GROUPS_AT_ONCE]
-        parts.append(
-            draws.permutation(np.concatenate([starts[g] + np.arange(rows[g]) for g in chosen]))
-        )
-    return np.concatenate(parts)

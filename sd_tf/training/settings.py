@@ -57,8 +57,13 @@ class Settings:
             refuse(
                 "`accumulate` must divide `batch_size`.", f"{self.batch_size} / {self.accumulate}"
             )
+        for name in ("warm_up", "weight_decay", "seed", "sample_every"):
+            if not getattr(self, name) >= 0:
+                refuse(f"`{name}` must not be below 0.", getattr(self, name))
         if not self.learning_rate > 0:
             refuse("`learning_rate` must be above 0.", self.learning_rate)
+        if not 0.0 <= self.beta_2 < 1.0:
+            refuse("`beta_2` must be from 0 to below 1.", self.beta_2)
         if self.warm_up >= self.steps:
             refuse(f"`warm_up` must be below the number of steps, {self.steps}.", self.warm_up)
         if self.precision not in PRECISIONS:
@@ -66,6 +71,8 @@ class Settings:
         start = self.averaging.start
         if start is not None and not 0.0 <= start < 1.0:
             refuse("The average's start must be a share of the run from 0 to below 1.", start)
+        if start is not None and self.averaging.first_step(self.steps) >= self.steps:
+            refuse(f"The average's start must leave it one of the {self.steps} steps.", start)
         if not self.averaging.half_life > 0:
             refuse("The average's half-life must be above 0 steps.", self.averaging.half_life)
         return self

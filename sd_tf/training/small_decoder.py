@@ -73,7 +73,8 @@ def train(
         pictures = np.stack([source.picture(index) for index in range(shown)])
         height, width = (side // autoencoder.downscale for side in pictures.shape[1:3])
         latent = (height, width, autoencoder.latent_channels)
-        batches = PictureBatches(source, part_of_batch(settings, host), settings.seed, latent, host)
+        given = (source, part_of_batch(settings, host), settings.seed, latent, host, source.order)
+        batches = PictureBatches(*given)
 
         def sample(step):
             mean, _ = vae.encode(ops.convert_to_tensor(to_model(pictures)))

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from sd_tf.files import atomic, locks
 from sd_tf.training.batches import Batch
 from sd_tf.training.ema import Average
-from sd_tf.training.hosts import this_host
+from sd_tf.training.hosts import check_settings, this_host
 from sd_tf.training.origin import Record, check_same
 from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.step import compiled_step, state_of
@@ -71,13 +71,8 @@ class Run:
     depends_on: Record = field(default_factory=dict)  # beside the settings; see `origin`
 
     def __post_init__(self):
-        self.settings.check()
         self.host = this_host()
-        if self.host.count > 1 and self.settings.sample_every:
-            raise TrainingError(
-                f"Sample sheets are drawn on one host only: on several, `sample_every` must be 0. "
-                f"Received: {self.settings.sample_every}"
-            )
+        check_settings(self.settings, self.host)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.optimizer = optimizer_for(self.settings, self.loss.trainable_variables)
         self._compile()

@@ -56,12 +56,13 @@ def open_folder(
     """Open a folder as a `Checkpoint`.
 
     Args:
-        variant: a set of weights: `fp16`, `non_ema`.
+        variant: a set of weights: `fp16`, `non_ema`. A component that lacks it takes its default.
         without: text encoders to leave out, whose files need not be there.
         max_sequence_length: tokens of a prompt for T5; None: as many as diffusers' pipeline takes.
     """
     index = read_index(folder, without)
     config = read_config(folder, index, scheduler, max_sequence_length)
+    check_variant({name: _names_in(folder / name) for name in config.components}, variant)
     readers = {
         name: partial(open_component, folder / name, name, part, variant)
         for name, part in config.components.items()
@@ -116,7 +117,12 @@ def read_config(
     else:
         [name] = kind.components["transformer"]
         denoiser = read(diffusers_transformers.READERS[name], "transformer")
-    vae = read(diffusers_config.read_vae, "vae", of_transformer="transformer" in components)
+    vae = read(
+        diffusers_config.read_vae,
+        "vae",
+        of_transformer="transformer" in components,
+        upcasts=kind.zeros_and_upcast,
+    )
     schedule = read(
         read_schedule,
         "scheduler",
@@ -124,6 +130,7 @@ def read_config(
         file="scheduler_config.json",
         flow_spacing=kind.flow_spacing,
     )
+    zeros = index.get("force_zeros_for_empty_prompt", kind.zeros_and_upcast)
     is_left_out = kind.left_out is not None and kind.left_out not in components
     with understood(folder):
         return PipelineConfig(
@@ -132,7 +139,7 @@ def read_config(
             autoencoder=vae,
             latent_inputs=latent_inputs_of(denoiser, vae),
             schedule=schedule,
-            zero_empty_negative=bool(index.get("force_zeros_for_empty_prompt", False)),
+            zero_empty_negative=bool(zeros),
             zero_tokens=t5_length if is_left_out else 0,
         ).check()
 
@@ -154,35 +161,63 @@ def weights_stem(component: str) -> str:
     return "model" if is_transformers else "diffusion_pytorch_model"
 
 
-def choose_weights(files: Iterable[str], component: str, variant: str | None = None) -> str:
-    """Choose among a component's files the one with its weights, or the index of its shards.
-
-    Without a `variant`, it is the plain file or, if there is none, one in half precision.
-    """
-    files = sorted(files)
+def variants_of(files: Iterable[str], component: str) -> dict[str, str]:
+    """Map each variant of a component's weights to its file; the plain ones are called ""."""
     found = {}
-    for file in files:
+    for file in sorted(files):
         stem, *parts = file.split(".")
         if stem == weights_stem(component) and "safetensors" in parts:
             rest = [part for part in parts if part not in ("safetensors", "index", "json")]
             if not any("-of-" in part for part in rest):  # not a shard, which an index names
                 found.setdefault(".".join(rest), file)
-    wanted = ("", "fp16", "bf16") if variant is None else (variant,)
+    return found
+
+
+def check_variant(files: Mapping[str, Iterable[str]], variant: str | None) -> None:
+    """Refuse a variant that no component has; those without it take their default weights.
+
+    Args:
+        files: the names of each component's files.
+    """
+    found = {one for component, names in files.items() for one in variants_of(names, component)}
+    if variant is not None and found and variant not in found:
+        raise CheckpointError(
+            f"The components have no {variant!r} weights; {_choose_variant(found)}"
+        )
+
+
+def _choose_variant(found: Iterable[str]) -> str:
+    return f"set `variant` to one of {', '.join(name or 'None' for name in sorted(found))}."
+
+
+def choose_weights(files: Iterable[str], component: str, variant: str | None = None) -> str:
+    """Choose among a component's files the one with its weights, or the index of its shards.
+
+    Without the `variant`, it is the plain file or, if there is none, one in half precision.
+    """
+    files = sorted(files)
+    found = variants_of(files, component)
+    wanted = ("", "fp16", "bf16") if variant is None else (variant, "", "fp16", "bf16")
     for name in wanted:
         if name in found:
             return found[name]
     if found:
         raise CheckpointError(
             f"{component} has no {' or '.join(repr(name or 'plain') for name in wanted)} weights; "
-            f"set `variant` to one of {', '.join(name or 'None' for name in sorted(found))}."
+            f"{_choose_variant(found)}"
         )
     for file in files:
         if Path(file).suffix in PICKLES:
-            refuse_pickle(Path(component) / file)
+            # transformers' pickles begin otherwise than its safetensors: pytorch_model, model.
+            refuse_pickle(Path(component) / file, Path(file).stem.removeprefix("pytorch_"))
     raise CheckpointError(
         f"{component} has no weights: expected {weights_stem(component)}.safetensors. "
         f"Found: {shortened(files) or 'nothing'}"
     )
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
 def open_component(
@@ -191,7 +226,7 @@ def open_component(
     """Open the weights in a component's folder, under the names of its model's attributes."""
     if not path.is_dir():
         raise CheckpointError(f"No such folder: {path}")
-    file = path / choose_weights((entry.name for entry in path.iterdir()), name, variant)
+    file = path / choose_weights(_names_in(path), name, variant)
     tensors = open_sharded(file) if file.suffix == ".json" else open_safetensors(file)
     return canonical_names(name, part, tensors)
 

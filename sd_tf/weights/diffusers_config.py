@@ -344,12 +344,15 @@ def write_trunk(config: UNetConfig) -> dict:
     }
 
 
-def read_vae(raw, where: str, of_transformer: bool = False) -> AutoencoderConfig:
+def read_vae(
+    raw, where: str, of_transformer: bool = False, upcasts: bool = False
+) -> AutoencoderConfig:
     """Read the autoencoder's `config.json`.
 
     Args:
         of_transformer: whether its pipeline shifts latents, and ignores `force_upcast`, as those
             of SD3 and Flux do.
+        upcasts: what an absent `force_upcast` means.
     """
     fields = Fields(raw, where)
     channels = tuple(fields.take("block_out_channels", (64,)))
@@ -365,7 +368,7 @@ def read_vae(raw, where: str, of_transformer: bool = False) -> AutoencoderConfig
         *(() if of_transformer else (("shift_factor", None, 0),)),
     ):
         fields.require(name, *allowed, default=allowed[0])
-    shift, upcast = fields.take("shift_factor", None), bool(fields.take("force_upcast", False))
+    shift, upcast = fields.take("shift_factor", None), bool(fields.take("force_upcast", upcasts))
     config = AutoencoderConfig(
         in_channels=fields.take("in_channels", 3),
         out_channels=fields.take("out_channels", 3),

@@ -27,6 +27,8 @@ class Pipelines:
     required: tuple[str, ...]
     ignored: tuple[str, ...]  # components that take no part in computing pictures
     penultimate: bool = False  # CLIP's context is the penultimate layer's output
+    # SDXL's: without the fields force_zeros_for_empty_prompt and force_upcast, both are on.
+    zeros_and_upcast: bool = False
     pools_unprojected: bool = False  # CLIP's pooled output has no projection
     left_out: str | None = None  # the text encoder in place of which zeros may stand
     t5_length: int | None = None  # tokens of a prompt for T5, if a call does not say
@@ -69,6 +71,7 @@ UNET_XL = Pipelines(
     required=UNET.required,
     ignored=UNET.ignored,
     penultimate=True,
+    zeros_and_upcast=True,
 )
 IP_ADAPTER = ("image_encoder", "feature_extractor")  # they prepare pictures for an IP-Adapter alone
 SD3 = Pipelines(

@@ -8,6 +8,9 @@ from sd_tf.config import SAMPLERS, ConfigError, DynamicShift, SamplerSpec, Sched
 from sd_tf.weights.diffusers_config import Fields
 
 BETAS = (0.0001, 0.02, "linear")  # most classes' defaults: start, end, schedule
+# Fields that not all classes have: from one that lacks them, diffusers ignores them.
+SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+SWITCHES = ("rescale_betas_zero_snr", "use_flow_sigmas", "use_lu_lambdas", *SIGMAS)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Peer:
     spacing: str = "linspace"  # the class's default; flow: of a flow schedule
     betas: tuple[float, float, str] = BETAS
     set_alpha_to_one: bool | None = None  # the class's default; None: it has no such field
-    karras: bool = False  # whether it has the field use_karras_sigmas, and we compute it
+    switches: tuple[str, ...] = ()  # those of SWITCHES that it has
+    fixed_spacing: bool = False  # whether it ignores timestep_spacing
     fixed_shift: bool = True  # whether a flow has one shift for all sizes, and no shift_terminal
     # Field → the class's default, and the value that we compute.
     required: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -27,6 +31,11 @@ class Peer:
     @property
     def is_flow(self) -> bool:
         return self.spacing == "flow"
+
+    @property
+    def karras(self) -> bool:
+        """Whether it has the field use_karras_sigmas, and we compute it."""
+        return "use_karras_sigmas" in self.switches and not self.is_flow
 
     def matches(self, raw: Mapping) -> int:
         """Count the required fields of which a file has the value that we compute."""
@@ -56,6 +65,7 @@ PEERS = (
         "ddim",
         spacing="leading",
         set_alpha_to_one=True,
+        switches=("rescale_betas_zero_snr",),
         required={"clip_sample": (True, False), **_unchanged(thresholding=False)},
     ),
     Peer(
@@ -68,7 +78,7 @@ PEERS = (
     Peer(
         "EulerDiscreteScheduler",
         "euler",
-        karras=True,
+        switches=("rescale_betas_zero_snr", *SIGMAS),
         required=_unchanged(
             interpolation_type="linear",
             final_sigmas_type="zero",
@@ -77,43 +87,49 @@ PEERS = (
             sigma_max=None,
         ),
     ),
-    Peer("EulerAncestralDiscreteScheduler", "euler_ancestral"),
+    Peer(
+        "EulerAncestralDiscreteScheduler",
+        "euler_ancestral",
+        switches=("rescale_betas_zero_snr",),
+    ),
     Peer(
         "HeunDiscreteScheduler",
         "heun",
         betas=(0.00085, 0.012, "linear"),
-        karras=True,
+        switches=SIGMAS,
         required=_unchanged(clip_sample=False),
     ),
     Peer(
         "DPMSolverMultistepScheduler",
         "dpmpp_2m",
-        karras=True,
+        switches=SWITCHES,
         required={"algorithm_type": ("dpmsolver++", "dpmsolver++"), **DPM},
     ),
     Peer(
         "DPMSolverMultistepScheduler",
         "dpmpp_2m_sde",
-        karras=True,
+        switches=SWITCHES,
         required={"algorithm_type": ("dpmsolver++", "sde-dpmsolver++"), **DPM},
     ),
     Peer(
         "UniPCMultistepScheduler",
         "unipc",
-        karras=True,
+        switches=("rescale_betas_zero_snr", "use_flow_sigmas", *SIGMAS),
         required={
             **MULTISTEP,
             **_unchanged(solver_type="bh2", predict_x0=True, disable_corrector=[], solver_p=None),
             **_unchanged(sigma_min=None, sigma_max=None, shift_terminal=None),
         },
     ),
-    Peer("LMSDiscreteScheduler", "lms", karras=True),
+    Peer("LMSDiscreteScheduler", "lms", switches=SIGMAS),
     Peer(
         "LCMScheduler",
         "lcm",
         spacing="leading",
         betas=(0.00085, 0.012, "scaled_linear"),
         set_alpha_to_one=True,
+        switches=("rescale_betas_zero_snr",),
+        fixed_spacing=True,
         required=_unchanged(
             clip_sample=False,
             thresholding=False,
@@ -125,6 +141,7 @@ PEERS = (
         "FlowMatchEulerDiscreteScheduler",
         "euler",
         spacing="flow",
+        switches=SIGMAS,
         fixed_shift=False,
         required=_unchanged(use_karras_sigmas=False, stochastic_sampling=False),
     ),
@@ -159,7 +176,7 @@ def read_schedule(
         flow_spacing: `ScheduleConfig.spacing` of flow matching, which depends on the pipeline's
             class and is not in the file: "trailing" for Flux, "linspace" for SD3.
     """
-    fields, class_name = Fields(raw, where), raw.get("_class_name")
+    class_name = raw.get("_class_name")
     peers = [peer for peer in PEERS if peer.class_name == class_name]
     if sampler is None and not peers:
         known = ", ".join(dict.fromkeys(peer.class_name for peer in PEERS))
@@ -167,6 +184,10 @@ def read_schedule(
             f"{where}: the scheduler {class_name!r} is unknown; known: {known}. "
             f"{_choose_another(SAMPLERS)}"
         )
+    # Another sampler may have the switches that the file's own lacks.
+    read = SWITCHES if sampler is not None else peers[0].switches
+    ignored = set(SWITCHES) - set(read)
+    fields = Fields({name: value for name, value in raw.items() if name not in ignored}, where)
     is_flow = str(class_name).startswith("FlowMatch")
     if is_flow:
         schedule = _read_flow(fields, bool(peers) and peers[0].fixed_shift, flow_spacing)
@@ -185,9 +206,10 @@ def read_schedule(
     if is_flow:
         spec = SamplerSpec(peer.method, peer.spacing)
     else:
+        spacing = fields.take("timestep_spacing", peer.spacing)
         spec = SamplerSpec(
             peer.method,
-            fields.take("timestep_spacing", peer.spacing),
+            peer.spacing if peer.fixed_spacing else spacing,
             bool(fields.take("use_karras_sigmas", False)),
         )
         schedule = replace(
@@ -201,7 +223,7 @@ def read_schedule(
 
 
 def _choose_another(samplers: Iterable[str]) -> str:
-    return f"Choose another for this checkpoint with scheduler=..., one of {', '.join(samplers)}."
+    return f"Choose another for this checkpoint with `scheduler`: one of {', '.join(samplers)}."
 
 
 def _name_of(spec: SamplerSpec, schedule: ScheduleConfig, where: str, class_name: str) -> str:

@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
 
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
-from sd_tf.weights.diffusers import choose_weights
+from sd_tf.weights.diffusers import check_variant, choose_weights
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     components_of,
@@ -150,12 +150,18 @@ def wanted_files(
     files: list[str], components: dict, variant: str | None
 ) -> tuple[list[str], list[str]]:
     """List every component's small files, and one set of weights for each model."""
-    small, weights = [], []
+    names = {
+        component: [
+            file.removeprefix(f"{component}/") for file in files if file.startswith(f"{component}/")
+        ]
+        for component in components
+        if has_weights(component)
+    }
+    check_variant(names, variant)
+    weights = [f"{part}/{choose_weights(inside, part, variant)}" for part, inside in names.items()]
+    small = []
     for component in components:
         inside = [file for file in files if file.startswith(f"{component}/")]
-        if has_weights(component):
-            names = [file.removeprefix(f"{component}/") for file in inside]
-            weights.append(f"{component}/{choose_weights(names, component, variant)}")
         small += [
             file
             for file in inside

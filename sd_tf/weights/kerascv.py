@@ -75,12 +75,12 @@ def open_release(source: str, scheduler: str | None = None) -> Checkpoint:
     name = source.removeprefix(KERASCV)
     folder, called = None, source
     if name not in RELEASES:
-        folder = Path(name)
+        folder = Path(name).expanduser()
         name, called = _release_of(folder), KERASCV + folder.resolve().name
     family, classes, files = RELEASES[name]
     config = with_kerascv_numerics(FAMILIES[family])
     if scheduler is not None:
-        config = replace(config, schedule=replace(config.schedule, sampler=scheduler))
+        config = replace(config, schedule=replace(config.schedule, sampler=scheduler)).check()
     sizes = {
         "text_encoder": (config.text_encoders["text_encoder"].max_length,),
         "unet": (512, 512, 77),

@@ -68,9 +68,10 @@ def open_checkpoint(
     Args:
         source: a diffusers folder, a single `.safetensors` file, a Hugging Face Hub id
             (`owner/name`), `kerascv:sd1.4`, `kerascv:sd2.1` or `kerascv:FOLDER`.
-        family: `sd2-base` or `sd2-v`, which a single SD2 file does not tell apart.
+        family: `sd2-base` or `sd2-v`, for a single SD2 file whose metadata does not tell it.
         scheduler: the sampler to use instead of the checkpoint's own.
-        variant: the set of weights in a folder or on the Hub: `fp16`, `non_ema`.
+        variant: the set of weights in a folder or on the Hub: `fp16`, `non_ema`. Components that
+            lack it take their default.
         revision: the branch, tag or commit on the Hub.
         ema: load a single file's averaged UNet weights.
         without: text encoders to leave out: `text_encoder_3`, SD3's T5, is the only one in place

@@ -16,7 +16,13 @@ from sd_tf.config import (
     UNetConfig,
     latent_inputs_of,
 )
-from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
+from sd_tf.files.tensors import (
+    CheckpointError,
+    StoredTensor,
+    open_safetensors,
+    read_metadata,
+    shortened,
+)
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.single_file_names import (
     CLIP_L,
@@ -36,6 +42,10 @@ from sd_tf.weights.single_file_transformers import TransformerFile, recognize
 from sd_tf.weights.texts import check_left_out, check_length, t5_readers
 
 EMA = "model_ema."
+# Fields of a file's metadata by which trainers such as kohya's say what was trained.
+PREDICTION, ARCHITECTURE = "modelspec.prediction_type", "modelspec.architecture"
+SD2_PREDICTIONS = {"epsilon": "sd2-base", "v": "sd2-v"}
+SD2_ARCHITECTURES = {"stable-diffusion-v2-512": "sd2-base", "stable-diffusion-v2-768-v": "sd2-v"}
 
 
 def open_file(
@@ -50,7 +60,8 @@ def open_file(
     """Open a file as a `Checkpoint`.
 
     Args:
-        family: `sd2-base` or `sd2-v`, which the tensors of an SD2 file do not tell apart.
+        family: `sd2-base` or `sd2-v`, which the tensors of an SD2 file do not tell apart. None:
+            the one that the file's metadata tells.
         ema: load the averaged UNet weights.
         without: text encoders to leave out.
         max_sequence_length: tokens of a prompt for T5.
@@ -67,9 +78,15 @@ def open_file(
     check_length(max_sequence_length, False, str(path))
     if ema:
         tensors = _with_ema(tensors, path)
-    family = _settled(detect_family(tensors, path), family, path)
+    metadata, found = read_metadata(path), detect_family(tensors, path)
+    prediction = "v" if "v_pred" in tensors else metadata.get(PREDICTION)
+    if family is None and len(found) > 1:
+        family = SD2_PREDICTIONS.get(prediction) or SD2_ARCHITECTURES.get(
+            metadata.get(ARCHITECTURE)
+        )
+    family = _settled(found, family, path)
     config = read_config(tensors, family)
-    if "v_pred" in tensors:
+    if prediction == "v" and len(found) == 1:
         config = replace(config, schedule=replace(config.schedule, prediction="v_prediction"))
     config = _with_sampler(config, scheduler).check()
     components = split(tensors, config, path)
@@ -141,9 +158,9 @@ def _settled(found: tuple[str, ...], family: str | None, path: Path) -> str:
         )
     if family is None and len(found) > 1:
         raise CheckpointError(
-            f"{path} is an SD2 checkpoint. Nothing in the file tells the 512 px release, which "
-            f"predicts noise, from the 768 px release, which predicts v: set `family` to sd2-base "
-            f"or sd2-v."
+            f"{path} is an SD2 checkpoint. Its tensors do not tell the 512 px release, which "
+            f"predicts noise, from the 768 px release, which predicts v, and its metadata has no "
+            f"{PREDICTION} or {ARCHITECTURE} that does: set `family` to sd2-base or sd2-v."
         )
     return family or found[0]
 
@@ -216,14 +233,16 @@ def _read_openclip(tensors: Tensors, named: TextEncoderConfig) -> TextEncoderCon
     if embedding is None or fc1 is None:
         return named
     width, layers = embedding.shape[1], count(tensors, r"transformer\.resblocks\.(\d+)\.")
+    # SD2 reads the penultimate layer. The original files hold the last one, too, which is never
+    # computed; those that diffusers' script writes do not.
+    is_complete = named.projection_dim is not None or layers == named.num_layers
     projected = named.projection_dim is not None and "text_projection" in tensors
     return replace(
         named,
         vocab_size=embedding.shape[0],
         hidden_size=width,
         intermediate_size=fc1.shape[0],
-        # SD2 reads the penultimate layer: the last one is in the file, but is never computed.
-        num_layers=layers if named.projection_dim is not None else layers - 1,
+        num_layers=layers if is_complete else layers - 1,
         num_heads=max(width // CHANNELS_PER_HEAD, 1),
         projection_dim=tensors["text_projection"].shape[1] if projected else named.projection_dim,
     )

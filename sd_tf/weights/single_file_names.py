@@ -197,7 +197,7 @@ def _openclip_names(tensors: Tensors, config: TextEncoderConfig) -> dict[str, St
         fused = re.match(r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(weight|bias)$", name)
         number = int((layer or fused)[1]) if layer or fused else -1
         if number >= config.num_layers:
-            continue  # SD2's last layer, which is never computed
+            continue  # the original SD2's last layer, which is never computed
         if name == "text_projection":
             if config.projection_dim is not None:
                 result["text_projection.weight"] = tensor.transposed()
