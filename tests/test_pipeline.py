@@ -390,7 +390,7 @@ def test_generate_with_wrong_flags(exported, tmp_path, capsys):
         (["a", "--mask", "m.png"], "No embedded checkpoint paints inside a mask"),
         (
             ["a", "--checkpoint", "sd15"],
-            "The embedded checkpoints are tiny, tiny-edit; ",
+            "The embedded checkpoints are tiny, tiny-edit, tiny-dit; ",
         ),
         (["a", "--export_dir", str(exported), "--strength", "1"], "--strength goes with image"),
     ):

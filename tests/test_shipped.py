@@ -8,9 +8,19 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_tf.checkpoints import CONFIG, EDITOR, EDITOR_FOLDER, EMBEDDED, TINY_FOLDER
+from sd_tf.checkpoints import (
+    CONFIG,
+    DIT,
+    DIT_CONFIG,
+    DIT_FOLDER,
+    EDITOR,
+    EDITOR_FOLDER,
+    EMBEDDED,
+    TINY_FOLDER,
+)
 from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, export
+from sd_tf.export.embedded import SUITED
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
@@ -42,6 +52,13 @@ EDITS = 60  # of each split
 EDIT_GUIDANCE = 2.0
 FOLLOWED = {"train": 0.9, "held_out": 0.85}
 ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
+DIT_GUIDANCE = SUITED[DIT]["guidance_scale"]
+DIT_FLOORS = {  # of two things it draws the shapes seldom right
+    "one thing, seen": {"shape": 0.75, "colour": 0.85, "size": 0.85, "position": 0.9},
+    "one thing, held out": {"shape": 0.5, "colour": 0.85, "size": 0.8, "position": 0.9},
+    "two things, seen": {"colour": 0.75, "relation": 0.8},
+    "two things, held out": {"colour": 0.65, "relation": 0.75},
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +91,15 @@ def test_the_editor_has_what_the_drawer_has():
     )
     assert editor.config.denoiser == replace(drawer.config.denoiser, in_channels=8)
     ours, theirs = editor.tensors("vae"), drawer.tensors("vae")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(tensor.read(), theirs[name].read())
+
+
+def test_the_transformer_has_the_latents_of_the_drawer():
+    drawer, transformer = open_checkpoint(TINY_FOLDER), open_checkpoint(DIT_FOLDER)
+    assert transformer.config == replace(DIT_CONFIG, autoencoder=drawer.config.autoencoder)
+    ours, theirs = transformer.tensors("vae"), drawer.tensors("vae")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         np.testing.assert_array_equal(tensor.read(), theirs[name].read())
@@ -176,4 +202,35 @@ def test_the_same_picture_in_diffusers(pipe):
     latents = torch.from_numpy(noise.transpose(0, 3, 1, 2))
     expected = theirs(prompts, latents=latents, output_type="np", **options).images
     ours = pipe(prompts, num_steps=20, guidance_scale=4.0, noise=noise).images
+    assert psnr(expected * 255.0, ours, peak=255) >= 40.0
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("transformer") / DIT
+    export(open_checkpoint(DIT_FOLDER), folder, ExportOptions(batch_size=15, verify="off"))
+    return Pipeline.load(folder)
+
+
+def test_the_transformer_draws_what_it_is_asked_for(transformer, tmp_path):
+    options = evaluate.EvaluationOptions(prompts=PROMPTS, guidance_scale=DIT_GUIDANCE)
+    content = evaluate.evaluate(transformer, options, tmp_path)
+    for group, floors in DIT_FLOORS.items():
+        shares = content["groups"][group]["attributes"]
+        for attribute, floor in {**floors, "background": 0.95}.items():
+            assert shares[attribute] >= floor, (group, attribute)
+
+
+def test_the_transformers_picture_in_diffusers(transformer):
+    theirs = diffusers.StableDiffusion3Pipeline.from_pretrained(
+        DIT_FOLDER, torch_dtype=torch.float32, text_encoder_3=None, tokenizer_3=None
+    )
+    theirs.set_progress_bar_config(disable=True)
+    prompts = ["a large red star on a black background", "a small green ring above a blue heart"]
+    noise = np.random.default_rng(0).standard_normal((2, 16, 16, 4), "float32")
+    options = {"num_inference_steps": 20, "guidance_scale": DIT_GUIDANCE}
+    latents = torch.from_numpy(noise.transpose(0, 3, 1, 2))
+    size = {"height": 64, "width": 64}
+    expected = theirs(prompts, latents=latents, output_type="np", **size, **options).images
+    ours = transformer(prompts, num_steps=20, guidance_scale=DIT_GUIDANCE, noise=noise).images
     assert psnr(expected * 255.0, ours, peak=255) >= 40.0

@@ -1,11 +1,13 @@
-"""Checkpoints that need no download: two tiny trained ones, and random ones of any architecture."""
+"""Checkpoints that need no download: tiny trained ones, and random ones of any architecture."""
 
 from sd_tf.checkpoints.embedded import (
     ADAPTERS,
     CONFIG,
     CONTROLNETS,
     DECODERS,
+    DIT,
     DIT_CONFIG,
+    DIT_FOLDER,
     EDITOR,
     EDITOR_FOLDER,
     EMBEDDED,
@@ -22,7 +24,9 @@ __all__ = [
     "CONFIG",
     "CONTROLNETS",
     "DECODERS",
+    "DIT",
     "DIT_CONFIG",
+    "DIT_FOLDER",
     "EDITOR",
     "EDITOR_FOLDER",
     "EMBEDDED",

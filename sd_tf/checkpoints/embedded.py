@@ -1,4 +1,4 @@
-"""The embedded checkpoints: two tiny trained ones, which need no download."""
+"""The embedded checkpoints: tiny trained ones, which need no download."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 from sd_tf.config import FAMILIES, MMDiTConfig, PipelineConfig
 from sd_tf.files.tensors import CheckpointError
 
-TINY, EDITOR = "tiny", "tiny-edit"
+TINY, EDITOR, DIT = "tiny", "tiny-edit", "tiny-dit"
 FOLDER = Path(__file__).parent
-EMBEDDED = {name: FOLDER / name for name in (TINY, EDITOR)}
+EMBEDDED = {name: FOLDER / name for name in (TINY, EDITOR, DIT)}
 TINY_FOLDER = EMBEDDED[TINY]  # trained by `sd-tf train tiny`
 EDITOR_FOLDER = EMBEDDED[EDITOR]  # trained further, to follow instructions
+DIT_FOLDER = EMBEDDED[DIT]  # a transformer, trained by `sd-tf train tiny_dit`
 ADAPTERS = ("outline", "moon")  # of `tiny`, trained by `sd-tf train tiny_adapter`
 DECODERS = ("preview",)  # of `tiny`'s latents, trained by `sd-tf train small_decoder`
 CONTROLNETS = ("drawing",)  # for `tiny`, trained by `sd-tf train tiny_control`

@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--export_dir", help="what `sd-tf export` wrote")
     source.add_argument(
         "--checkpoint",
-        help="an embedded one, tiny or tiny-edit, which is exported on first use (default: "
-        "tiny, or with --image and no --strength tiny-edit)",
+        help="an embedded one, tiny, tiny-dit or tiny-edit, which is exported on first use "
+        "(default: tiny, or with --image and no --strength tiny-edit)",
     )
     add_load_adapter(parser)
     add_compile_cache(parser)

@@ -206,8 +206,8 @@ EXPORT = (
         "checkpoint",
         "tiny",
         "Diffusers folder, .safetensors file, Hugging Face Hub id, kerascv:sd1.4, kerascv:sd2.1, "
-        "kerascv:FOLDER, or an embedded one: tiny draws scenes, tiny-edit changes them as "
-        "instructed.",
+        "kerascv:FOLDER, or an embedded one: tiny and tiny-dit (a transformer) draw scenes, "
+        "tiny-edit changes them as instructed.",
     ),
     Option("output_dir", EXPORT_DIR, "Folder of the export.", spelling="out"),
     *SHAPE,

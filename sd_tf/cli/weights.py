@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="PATH_OR_ID",
         help="a diffusers folder, a .safetensors file, a Hugging Face Hub id, "
-        "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-edit; "
-        "or an adapter or a ControlNet, by its file or folder, or a small decoder's folder",
+        "kerascv:sd1.4, kerascv:sd2.1, kerascv:FOLDER, or an embedded one: tiny, tiny-dit, "
+        "tiny-edit; or an adapter or a ControlNet, by its file or folder, or a small decoder's "
+        "folder",
     )
     add_options(parser, OPENING)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sd_tf.checkpoints import EDITOR, EMBEDDED, TINY
+from sd_tf.checkpoints import DIT, EDITOR, EMBEDDED, TINY
 from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.weights import open_checkpoint
@@ -12,7 +12,11 @@ from sd_tf.weights import open_checkpoint
 FOLDER = Path("exports")
 # Parameters that suit the embedded checkpoints better than the defaults, which suit large models;
 # docs/tiny.md has the measurements.
-SUITED = {TINY: {"guidance_scale": 4.0}, EDITOR: {"guidance_scale": 2.0}}
+SUITED = {
+    TINY: {"guidance_scale": 4.0},
+    EDITOR: {"guidance_scale": 2.0},
+    DIT: {"guidance_scale": 1.5},
+}
 
 
 def embedded_export(name: str, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
