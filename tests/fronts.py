@@ -16,14 +16,12 @@ import numpy as np
 from PIL import Image
 
 from sd_tf.bench.application import free_ports
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.ray_app.application import with_scales
 from sd_tf.serving.ray_app.front import Front
 from sd_tf.serving.ray_app.models import ModelReplica
 from sd_tf.serving.ray_app.settings import Settings
 from tests.exports import micro_export
-
-COMPONENTS = ("text_encoder", "diffusion_model", "decoder")
-WITH_ENCODER = (*COMPONENTS, "image_encoder")
 
 
 class Handle:
@@ -37,11 +35,11 @@ class Handle:
 
 
 @functools.cache
-def handles(folder: Path, components: tuple[str, ...] = COMPONENTS) -> dict[str, Handle]:
+def handles(folder: Path) -> dict[str, Handle]:
     """Of an export's models, without XLA; once for the process."""
     return {
         name: Handle(ModelReplica(str(folder), name, False, None, None, False, 60.0))
-        for name in components
+        for name in Manifest.read(folder).parts
     }
 
 
@@ -53,7 +51,7 @@ class RunningFront:
 
 
 @contextmanager
-def running_front(folder: Path | None = None, components=COMPONENTS, **settings):
+def running_front(folder: Path | None = None, **settings):
     """Yield a front with these settings, for the export in `folder` or the micro export."""
     folder = micro_export() if folder is None else folder
     http, grpc = free_ports(2)
@@ -63,8 +61,8 @@ def running_front(folder: Path | None = None, components=COMPONENTS, **settings)
     thread.start()
 
     async def start() -> Front:
-        front = object.__new__(Front)
-        await front.__init__(with_scales(chosen, list(components)), handles(folder, components))
+        front, models = object.__new__(Front), handles(folder)
+        await front.__init__(with_scales(chosen, list(models)), models)
         return front
 
     async def stop(front: Front) -> None:

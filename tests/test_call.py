@@ -182,6 +182,11 @@ def test_calls_that_are_alike_are_joined_and_divided():
         (None, {"scheduler": "lcm", "num_steps": 5}, "lcm takes 1 to 4 steps. Received: 5"),
         (LATE, {"num_steps": 1}, "ddim takes 2 to 3 steps. Received: 1"),
         (None, {"image": "a.png"}, "image: A picture is a PIL image"),
+        (
+            manifest(family="sdxl-base", time_ids=6),
+            {"original_size": [10**400, 1]},
+            "original_size is two whole numbers from 0 to 1000000, such as 512x768. Received",
+        ),
     ],
 )
 def test_what_is_refused(by, given, message):
@@ -221,6 +226,8 @@ def test_rules_say_their_bounds():
     assert rule(Kind.WHOLE) == "a whole number"
     with pytest.raises(CallError):
         Parameter(Kind.NUMBER, "", "").check(float("inf"))
+    with pytest.raises(CallError, match="adapters is a number from -100 to 100 for each name"):
+        Call.parameters()["adapters"].check({"style": 10**400})
 
 
 def test_python_shows_every_parameter():

@@ -1,6 +1,7 @@
 """The client gives a pipeline's pictures, and says what is wrong when it cannot."""
 
 import email.utils
+import http.client
 import json
 import random
 import shutil
@@ -408,6 +409,34 @@ def test_deadline_is_for_the_whole_answer(light):
         ):
             tokens(client)
         assert time.monotonic() - start < 2
+        thread.join()
+
+
+def test_a_connection_that_closes_with_its_answer(light, monkeypatch):
+    """Python 3.13 closes it as soon as all is read."""
+    read1 = http.client.HTTPResponse.read1
+
+    def read_and_close(response, count):
+        part = read1(response, count)
+        if response.length == 0:
+            response._close_conn()
+        return part
+
+    def answer():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(
+                b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
+            )
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read1", read_and_close)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with Client(f"http://127.0.0.1:{listener.getsockname()[1]}", light) as client:
+            transport, deadline = client._remote.transport, time.monotonic() + 20
+            assert transport._exchange("GET", "m", None, deadline)[:2] == (200, b"{}")
         thread.join()
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import openai
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 from playwright.sync_api import expect
@@ -32,7 +34,8 @@ from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.runner import Runner
-from sd_tf.serving.batch.rows import check_rows, check_settings
+from sd_tf.serving.batch.folder import _table
+from sd_tf.serving.batch.rows import Unit, check_rows, check_settings
 from sd_tf.serving.client import Client
 from sd_tf.weights import CheckpointError, open_checkpoint
 from sd_tf.weights.image_prompts import open_image_adapter
@@ -45,7 +48,7 @@ from tests.exports import (
     micro_xl_folder,
     pipeline_of,
 )
-from tests.fronts import COMPONENTS, ask, generated, running_front
+from tests.fronts import ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
 from tests.peer_image_prompts import micro_image_adapters, shown_export
@@ -254,8 +257,7 @@ def pipe():
 
 @pytest.fixture(scope="module")
 def front():
-    parts = (*COMPONENTS, "vision_encoder")
-    with running_front(shown_export(), parts, num_steps=STEPS) as front:
+    with running_front(shown_export(), num_steps=STEPS) as front:
         yield front
 
 
@@ -404,17 +406,20 @@ def test_rows(tmp_path):
     entries = [
         {"prompt": "a", "image_prompt": "moon.png,moon.png", "image_prompt_scale": "0.5"},
         {"prompt": "b", "image_prompt": [["moon.png", "moon.png"]]},
-        {"prompt": "c", "image_prompt": "none.png"},
-        {"prompt": "d", "image_prompt": ["moon.png"] * 3},
-        {"prompt": "e", "image_prompt": "long.png"},
-        {"prompt": "f", "image_prompt": "cut.png"},
-        {"prompt": "g", "image_prompt": "moon.png,cut.jpg"},
+        {"prompt": "c", "image_prompt": "moon.png"},
+        {"prompt": "d", "image_prompt": "none.png"},
+        {"prompt": "e", "image_prompt": ["moon.png"] * 3},
+        {"prompt": "f", "image_prompt": "long.png"},
+        {"prompt": "g", "image_prompt": "cut.png"},
+        {"prompt": "h", "image_prompt": "moon.png,cut.jpg"},
     ]
     rows, failures = check_rows(entries, settings, export, tmp_path)
     path = str(tmp_path / "moon.png")
-    assert [row.call.image_prompt for row in rows] == [[path, path], [[path, path]]]
+    assert [row.call.image_prompt for row in rows] == [[[path, path]], [[path, path]], [path]]
+    table = pyarrow.parquet.read_table(io.BytesIO(_table(Unit(0, tuple(rows)), [b""] * 3)))
+    assert table["image_prompt"].to_pylist() == [[[path, path]], [[path, path]], [[path]]]
     assert rows[0].call.image_prompt_scale == (0.5,)
-    assert [failure.row for failure in failures] == [2, 3, 4, 5, 6]
+    assert [failure.row for failure in failures] == [3, 4, 5, 6, 7]
     for failure, message in zip(
         failures,
         ["cannot be read", "1 to 2 pictures", "Received: 51 times", *["picture is damaged"] * 2],

@@ -207,10 +207,10 @@ def test_a_row_overrides_the_flags(manifest):
     rows, failures = check_rows([{"prompt": "a"}, own], {**SETTINGS, "seed": 5}, manifest)
     size = {"height": 64, "width": 64}
     assert rows[0] == Row(
-        "000000", Call("a", seed=5, num_steps=2, guidance_scale=7.5, scheduler="ddim", **size)
+        0, "000000", Call("a", seed=5, num_steps=2, guidance_scale=7.5, scheduler="ddim", **size)
     )
     assert rows[1] == Row(
-        "12", Call("b", "", seed=-7, num_steps=3, guidance_scale=2.0, scheduler="euler", **size)
+        1, "12", Call("b", "", seed=-7, num_steps=3, guidance_scale=2.0, scheduler="euler", **size)
     )
     assert not failures
 
@@ -332,11 +332,43 @@ def test_a_half_written_file_does_not_count(tmp_path, manifest):
         folder.claim({}, [])
         written(folder.path / ".partial", "half")
         written(folder.path / "000000.png", "first")
-        assert folder.missing([unit]) == [unit]
+        assert folder.missing(rows) == rows[1:]
         folder.add(unit, [b"other", b"second"])
-        assert folder.missing([unit]) == []
+        assert folder.missing(rows) == []
         assert (folder.path / "000000.png").read_bytes() == b"first"
         assert (folder.path / "000001.png").read_bytes() == b"second"
+
+
+def test_parts_where_other_rows_fail_than_before(tmp_path, manifest):
+    """A row that can be drawn at the second start only shifts no other."""
+    content = [{"prompt": name, "num_steps": 1} for name in "abcde"]
+    before = ["no such picture", *content[1:]]
+    failures = []
+    for entries, missing in ((before, "bcde"), (content, "a"), (before, "")):
+        rows, failures = check_rows(entries, SETTINGS, manifest)
+        with Folder.opened(tmp_path / "out", "parquet") as folder:
+            folder.claim({}, failures)
+            found = folder.missing(rows)
+            assert "".join(row.call.prompt for row in found) == missing
+            for unit in divide(found, BATCH):
+                folder.add(unit, [row.call.prompt.encode() for row in unit.rows])
+            assert (folder.path / "failed.jsonl").exists() == bool(failures)
+    parts = sorted(folder.path.glob("part-*"))
+    assert [path.stem for path in parts] == ["part-000000", "part-000001", "part-000003"]
+    table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in parts])
+    assert table["png"].to_pylist() == [b"a", b"b", b"c", b"d", b"e"]
+    written(parts[0], "PAR1 damaged PAR1")
+    with pytest.raises(BatchError, match=r"part-000000\.parquet cannot be read: .* Delete it"):
+        folder.missing(rows)
+
+
+def test_a_job_is_known_again_by_its_lists(tmp_path):
+    job = {"original_size": (512, 768), "control_scale": (0.5, 1.0)}
+    with Folder.opened(tmp_path / "out", "png") as folder:
+        folder.claim(job, [])
+        folder.claim(job, [])
+        with pytest.raises(BatchError, match=r"original_size was \[512, 768\], is \[512, 64\]"):
+            folder.claim({**job, "original_size": (512, 64)}, [])
 
 
 # Progress and endings
@@ -544,7 +576,8 @@ def test_killed_workers_cost_nothing(drawn, pipe):
 def check_parts(out, pipe):
     """They hold the pipeline's pictures, metadata included."""
     parts = sorted(out.glob("part-*"))
-    assert [path.name for path in parts] == [f"part-{i:06d}.parquet" for i in range(len(parts))]
+    names = [f"part-{number:06d}.parquet" for number in range(0, FEWER, BATCH)]
+    assert [path.name for path in parts] == names
     table = pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in parts])
     assert table["id"].to_pylist() == [f"{number:06d}" for number in range(FEWER)]
     assert table["prompt"].to_pylist() == PROMPTS[:FEWER]

@@ -28,7 +28,7 @@ from tests.exports import (
     pipeline_of,
     steered_export,
 )
-from tests.fronts import WITH_ENCODER, ask, generated, running_front
+from tests.fronts import ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
 
@@ -43,7 +43,7 @@ def pipe():
 
 @pytest.fixture(scope="module")
 def front():
-    with running_front(steered_export(), WITH_ENCODER, num_steps=STEPS) as front:
+    with running_front(steered_export(), num_steps=STEPS) as front:
         yield front
 
 
@@ -174,8 +174,12 @@ LARGE, HUGE = Image.new("1", (4096, 4096)), Image.new("L", (10_000, 10_000))
         ({"control_image": [coded(LINES)] * 3}, "for each prompt. Received: 3"),
         ({"control_image": coded(HUGE)}, "the picture has more than 16777216 pixels"),
         (
-            {"control_image": [coded(LARGE)] * 1000},
-            "The pictures of a call have at most 67108864 pixels together. Received: 16777216000",
+            {"control_image": [coded(LARGE)] * 8},
+            "The pictures of a call have at most 67108864 pixels together. Received: 134217728",
+        ),
+        (
+            {"control_image": [None, *[coded(LINES)] * 65]},
+            "A call has at most 64 pictures. Received: 65",
         ),
         ({"control_image": "AAAA"}, "this is not a PNG, JPEG, WebP or AVIF picture"),
         ({"control_image": "?"}, "this is not base64"),
@@ -244,7 +248,12 @@ def test_rows(tmp_path):
     ]
     rows, failures = check_rows(entries, settings, manifest, tmp_path)
     path = str(tmp_path / "lines.png")
-    assert [row.call.control_image for row in rows] == [[path, None], [path, path], None, path]
+    assert [row.call.control_image for row in rows] == [
+        [path, None],
+        [path, path],
+        None,
+        [path, path],
+    ]
     assert rows[3].call.control_scale == (0.5, 0.5)
     assert rows[0].call.control_scale == (0.5, 1.0) and rows[2].call.image == path
     assert opened({"prompt": "c", "image": path})["image"].size == (16, 16)

@@ -422,6 +422,23 @@ def test_a_header_that_does_not_come():
     asyncio.run(run())
 
 
+def test_a_header_without_end():
+    async def run():
+        (port,) = free_ports(1)
+        server = HttpServer(make_app(Access("127.0.0.1")), "127.0.0.1", port)
+        answers = []
+        for start in (b"GET /", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "):
+            reader, writer = await connected(port)
+            writer.write(start + b"a" * (70 << 10))
+            answers.append(await asyncio.wait_for(reader.read(), 20))
+            writer.close()
+        await server.stop()
+        return answers
+
+    for answer in asyncio.run(run()):
+        assert answer.startswith(b"HTTP/1.1 400 ")
+
+
 def test_a_failure_is_answered_like_any_other_error():
     async def run():
         app = make_app(Access("127.0.0.1"))

@@ -24,7 +24,7 @@ from sd_tf.serving.ray_app.images_api.files import ASCII, EXIF_FOLDER, USER_COMM
 from sd_tf.serving.ray_app.images_api.form import MOST_PARTS, read_form
 from sd_tf.serving.ray_app.images_api.reading import read_size
 from tests.exports import editing_export, micro_export, painting_export
-from tests.fronts import WITH_ENCODER, running_front
+from tests.fronts import running_front
 from tests.fuzz import FEW, damaged
 
 KEY = "a-key-for-the-tests-1234"
@@ -38,26 +38,26 @@ FORM = f"multipart/form-data; boundary={BOUNDARY}"
 @pytest.fixture(scope="module")
 def front():
     settings = {"num_steps": 2, "guidance_scale": 4.0, "allow_origin": (SITE,)}
-    with running_front(micro_export(), WITH_ENCODER, **settings) as front:
+    with running_front(micro_export(), **settings) as front:
         yield front
 
 
 @pytest.fixture(scope="module")
 def locked():
     settings = {"max_queue": 2, "max_count": 4, "api_key_hash": hash_of(KEY)}
-    with running_front(micro_export(), WITH_ENCODER, num_steps=2, **settings) as front:
+    with running_front(micro_export(), num_steps=2, **settings) as front:
         yield front
 
 
 @pytest.fixture(scope="module")
 def painter():
-    with running_front(painting_export(), WITH_ENCODER, num_steps=2) as front:
+    with running_front(painting_export(), num_steps=2) as front:
         yield front
 
 
 @pytest.fixture(scope="module")
 def editor():
-    with running_front(editing_export(), WITH_ENCODER, num_steps=2) as front:
+    with running_front(editing_export(), num_steps=2) as front:
         yield front
 
 

@@ -805,6 +805,9 @@ def test_the_page_about_the_api(browser, url, size, tmp_path):
             for name in names:
                 header = operation(path).get_by_role("rowheader", name=name, exact=True)
                 expect(header).to_be_visible()
+        several = operation("/generate").get_by_role("row", name="image_prompt string")
+        expect(several.first).to_contain_text("string or list of strings or lists of strings")
+        expect(page.locator("#operations")).not_to_contain_text("undefined")
         expect(operation("/v1/images/edits").locator("pre")).to_contain_text("-F image=@picture")
         assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
         page.screenshot(path=artifacts(tmp_path) / f"docs-{size['width']}.png", full_page=True)

@@ -489,6 +489,14 @@ def test_rest_status_and_metadata(models, export):
         ("decoder", {"instances": [[1], {"latent": [1]}]}, 400, "list but got object at item 1"),
         ("decoder", {"instances": [{"latent": [1]}, [1]]}, 400, "object but got list at item 1"),
         ("decoder", {"instances": [[1], [1, 2]]}, 400, "Expecting shape [1] but got: [2]"),
+        (
+            "decoder",
+            {"instances": [[]] * 100_000},
+            400,
+            "'instances' has at most 2 rows. Received: 100000",
+        ),
+        ("decoder", {"x": [[]] * 200_000}, 400, "The body has more than "),
+        ("decoder", {"x": [0] * 100_000, "instances": 1}, 400, '{"x": [0, 0, 0, 0'),
     ],
 )
 def test_rest_errors(models, model, content, status, message):
@@ -511,6 +519,13 @@ def test_rest_errors(models, model, content, status, message):
             b'{"inputs": ' + b"[" * 90 + b"1" + b"]" * 90 + b"}",
             400,
             "A tensor of 90 dimensions",
+        ),
+        (
+            "POST",
+            "/v1/models/decoder:predict",
+            b'{"instances": [' + b"[" * 64 + b"1" + b"]" * 64 + b"]}",
+            400,
+            "A tensor of 64 dimensions",
         ),
         ("POST", "/v1/models/decoder", b"{}", 400, "Malformed request: POST /v1/models/decoder"),
         ("POST", "/v1/models/decoder:classify", b"{}", 400, "Expected classify signature"),

@@ -75,6 +75,11 @@ def replica(folder, component="text_encoder", keep_old=60.0):
     return ModelReplica(str(folder), component, False, None, None, False, keep_old)
 
 
+def everywhere(folder, handle):
+    """Return a handle for each of the export's components, all the same one."""
+    return dict.fromkeys(Manifest.read(folder).parts, handle)
+
+
 # All components change, or none
 
 
@@ -85,7 +90,7 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
 
     async def run():
         loop = asyncio.get_running_loop()
-        handles = {name: Handle(replica(folder, name)) for name in ("text_encoder", "decoder")}
+        handles = {name: Handle(replica(folder, name)) for name in Manifest.read(folder).parts}
         taking = Takeover(
             folder,
             handles,
@@ -130,12 +135,13 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
                 tries.append(clock.now)
         assert tries == [2, 6, 14] and loads == [new] * 4
         assert await asked() == {("run", old)}
-        assert [handle.replica._releases.keys() for handle in handles.values()] == [{new}, set()]
+        releases = {name: handle.replica._releases.keys() for name, handle in handles.items()}
+        assert releases["text_encoder"] == {new} and releases["decoder"] == set()
 
         decoder._load, clock.now = works, 30.0
         await taking.change()
         assert taking.served.digest == new and await asked() == {("run", new)}
-        assert [handle.replica._releases.keys() for handle in handles.values()] == [{old}] * 2
+        assert all(handle.replica._releases.keys() == {old} for handle in handles.values())
 
     asyncio.run(run())
 
@@ -143,7 +149,7 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
 def test_a_damaged_export_is_refused_before_any_replica_loads_it(folder):
     async def run():
         model = Handle(replica(folder))
-        taking = Takeover(folder, {"text_encoder": model}, lambda *_: None)
+        taking = Takeover(folder, everywhere(folder, model), lambda *_: None)
         await taking.begin()
         old = taking.served.digest
         change(folder, 1)
@@ -173,7 +179,8 @@ def test_a_front_that_starts_on_a_damaged_export(folder):
         change(folder, 1)
         await other.replica.load(export_digest(folder))  # and the old one, which all have
         (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
-        taking = Takeover(folder, {"text_encoder": model, "decoder": other}, describe)
+        models = {**everywhere(folder, model), "decoder": other}
+        taking = Takeover(folder, models, describe)
         await taking.begin()
         assert taking.served.digest == old
         assert taking.served.chain._replicas == [old]
@@ -186,7 +193,7 @@ def test_a_front_that_starts_on_a_damaged_export(folder):
 
         model.replica._loaded.clear()
         with pytest.raises(ExportError, match=r"saved_model.pb of decoder has 0 bytes"):
-            await Takeover(folder, {"text_encoder": model}, describe).begin()
+            await Takeover(folder, everywhere(folder, model), describe).begin()
 
     asyncio.run(run())
 
@@ -196,21 +203,27 @@ def test_an_export_with_other_components(folder):
 
     async def run():
         model = Handle(replica(folder))
-        taking = Takeover(folder, {"text_encoder": model}, lambda *_: None)
+        taking = Takeover(folder, everywhere(folder, model), lambda *_: None)
         await taking.begin()
         manifest = Manifest.read(folder)
         fewer = {name: one for name, one in manifest.components.items() if name != "image_encoder"}
         dataclasses.replace(manifest, components=fewer).write(folder)
-        with pytest.raises(TakeoverError, match=r"and the one before .*image_encoder\. Start the"):
+        message = r"and the application has .*image_encoder\. Start the"
+        with pytest.raises(TakeoverError, match=message):
             await taking.change()
         assert [call for call in model.calls if call[0] == "load"] == []
+
+        again = Takeover(folder, taking.models, lambda *_: None)
+        await again.begin()  # as a front that takes the place of one that died
+        assert again.served.digest == taking.served.digest
 
     asyncio.run(run())
 
 
 def test_an_intact_copy_of_a_damaged_export_is_tried_at_once(folder, tmp_path):
     async def run():
-        taking = Takeover(folder, {"text_encoder": Handle(replica(folder))}, lambda *_: None)
+        model = Handle(replica(folder))
+        taking = Takeover(folder, everywhere(folder, model), lambda *_: None)
         await taking.begin()
         intact = shutil.copytree(folder, tmp_path / "intact")
         new = change(intact, 1)

@@ -23,7 +23,7 @@ from sd_tf.serving.batch.rows import (
     row_parameters,
 )
 
-JOB_VERSION = 2
+JOB_VERSION = 3
 KEPT = "{} rows were made and are kept; the same command makes the others."
 EPILOG = f"""\
 .txt holds a prompt in each line; .csv, .jsonl and .parquet a column prompt and, where wanted,
@@ -75,7 +75,6 @@ def run(options: argparse.Namespace) -> int:
             f"None of the {len(failures)} rows of {prompts} can be drawn; the first: "
             f"{failures[0].reason}"
         )
-    units = divide(rows, manifest.shapes.largest_batch)
     job = {
         "version": JOB_VERSION,
         "prompts": {"suffix": prompts.suffix, "sha256": hashlib.sha256(content).hexdigest()},
@@ -89,14 +88,14 @@ def run(options: argparse.Namespace) -> int:
         if failures:
             print(f"rows that cannot be drawn: {len(failures)}, see {out / FAILED}", flush=True)
         what = f"all {len(rows)} rows{' that can be drawn' if failures else ''}"
-        missing = folder.missing(units)
-        count = sum(len(unit.rows) for unit in missing)
+        missing = folder.missing(rows)
         if not missing:
             print(f"{out}: {what} are done, nothing is missing.")
         else:
             manifest.check_files(export_dir)
-            print(f"{len(rows) - count} of {len(rows)} rows are done already", flush=True)
-            _work(folder, missing, options, export_dir, cache)
+            print(f"{len(rows) - len(missing)} of {len(rows)} rows are done already", flush=True)
+            units = divide(missing, manifest.shapes.largest_batch)
+            _work(folder, units, options, export_dir, cache)
             print(f"{out}: {what} are done.")
     return 1 if failures else 0
 

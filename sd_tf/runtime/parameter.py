@@ -100,7 +100,7 @@ class Parameter:
     help: str
     least: Bound = None  # of a number
     above: Bound = None  # of a number: an excluded lower bound
-    most: Bound = None  # of a number; of a text: characters
+    most: Bound = None  # of a number, or of each of a pair; of a text: characters
     # Least, most and step of the slider on the page; None: the bound.
     slider: tuple[float | None, float | None, float] | None = None
     # The values of a whole number and what the page, which offers them as a choice, calls each.
@@ -152,7 +152,8 @@ class Parameter:
             known = () if manifest is None else self.choices(manifest)
             return f"one of {', '.join(known)}" if known else "a text"
         if self.kind is Kind.PAIR:
-            return "two whole numbers from 0, such as 512x768"
+            limit = "" if most is None else f" to {most}"
+            return f"two whole numbers from 0{limit}, such as 512x768"
         if self.kind is Kind.SWITCH:
             return "yes or no"
         if self.kind is Kind.MIXTURE:
@@ -210,10 +211,7 @@ class Parameter:
                 return self._one(value, None, size)
             return tuple(None if one is None else self._one(one, None, size) for one in value)
         names = self.per.names(manifest)
-        if is_list and self._takes_several and len(names) == 1:
-            is_of_models = all(one is None or isinstance(one, list | tuple) for one in value)
-            value = value if is_of_models and len(value) == 1 else [value]
-        values = value if is_list else [value] * len(names)
+        values = self.for_models(value, manifest)
         if len(values) != len(names):
             raise CallError(
                 self.name,
@@ -222,8 +220,20 @@ class Parameter:
             )
         otherwise = self.default_for(manifest)
         values = [otherwise if one is None else one for one in values]
-        read = self._several if self._takes_several else self._one
+        read = self._several if self.takes_several else self._one
         return tuple(None if one is None else read(one, manifest, size) for one in values)
+
+    def for_models(self, value: Any, manifest: Manifest) -> Any:
+        """Return a list of what is given for each model, where the parameter is one of models."""
+        if self.per is None:
+            return value
+        names = self.per.names(manifest)
+        if not isinstance(value, list | tuple):
+            return [value] * len(names)
+        if self.takes_several and len(names) == 1:
+            is_of_models = all(one is None or isinstance(one, list | tuple) for one in value)
+            return value if is_of_models and len(value) == 1 else [value]
+        return value
 
     @property
     def _of_prompts(self) -> str:
@@ -231,7 +241,8 @@ class Parameter:
         return "; in Python, Each([…]) has one for each prompt" if self.each else ""
 
     @property
-    def _takes_several(self) -> bool:
+    def takes_several(self) -> bool:
+        """Whether each of several models may take several pictures."""
         return self.is_file and self.per is not None and self.per.most is not None
 
     def _several(self, value: Any, manifest: Manifest, size: Size | None) -> tuple:
@@ -282,8 +293,10 @@ class Parameter:
         least, above, most = self.bounds(manifest)
         if self.kind is Kind.CHOICE:
             return manifest is None or value in self.choices(manifest)
-        if self.kind in (Kind.PAIR, Kind.SWITCH):
+        if self.kind is Kind.SWITCH:
             return True
+        if self.kind is Kind.PAIR:
+            return most is None or max(value) <= most
         if self.kind is Kind.MIXTURE:
             known = None if manifest is None else self.choices(manifest)
             return all(
@@ -355,7 +368,10 @@ def _mixture(value: Any) -> Mixture | None:
     numbers = {_text(name): _number(number) for name, number in value.items()}
     if None in numbers or None in numbers.values():
         return None
-    return Mixture({name: float(number) for name, number in numbers.items()})
+    try:
+        return Mixture({name: float(number) for name, number in numbers.items()})
+    except OverflowError:
+        return None
 
 
 def _switch(value: Any) -> bool | None:

@@ -39,6 +39,7 @@ from sd_tf.runtime.reuse import named_reuses
 MOST_CHARACTERS = 10_000  # of a prompt
 STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
 MOST_GUIDANCE = 1_000_000
+MOST_SIDE = 1_000_000  # pixels of what SDXL is told about a picture
 MOST_ADAPTED = 100  # times an adapter
 MOST_CONTROL = 100  # times what a ControlNet adds
 MOST_IMAGE_PROMPT = 100  # times what an IP-Adapter adds
@@ -288,6 +289,7 @@ class Parameters:
         Kind.PAIR,
         "Original size",
         "SDXL: the size (height, width) that the picture is to look as if scaled from",
+        most=MOST_SIDE,
         taken_by=SIZED,
         shown_by=NONE,
     )
@@ -295,6 +297,7 @@ class Parameters:
         Kind.PAIR,
         "Crop",
         "SDXL: the corner (top, left) that the picture is to look as if cropped at (default: 0x0)",
+        most=MOST_SIDE,
         taken_by=SIZED,
         shown_by=NONE,
     )
@@ -302,6 +305,7 @@ class Parameters:
         Kind.PAIR,
         "Target size",
         "SDXL: the size (height, width) that the picture is to look as if made for",
+        most=MOST_SIDE,
         taken_by=TARGET_SIZED,
         shown_by=NONE,
     )

@@ -3,7 +3,8 @@
     job.json       the job: input, export, flags
     failed.jsonl   rows that cannot be drawn: row (from 0), id, reason
     ID.png         one for each row, or
-    part-N.parquet   one for each unit: a row's id, prompt, settings and its picture as PNG
+    part-N.parquet   one for each unit, N its first row: a row's id, prompt, settings and its
+                     picture as PNG
 
 Only the driver writes here, so Ray's workers need no common file system, and a unit that two of
 them made is written once.
@@ -23,9 +24,10 @@ from typing import Any
 from sd_tf.files import atomic, locks
 from sd_tf.runtime.parameter import Kind, Mixture, Parameter
 from sd_tf.serving.batch import BatchError
-from sd_tf.serving.batch.rows import ID, Failure, Unit, row_parameters
+from sd_tf.serving.batch.rows import ID, Failure, Row, Unit, row_parameters
 
-FORMATS = ("png", "parquet")
+PARQUET = "parquet"
+FORMATS = ("png", PARQUET)
 JOB, FAILED, LOCK = "job.json", "failed.jsonl", ".lock"
 NAME_LENGTH = 150  # of 255 bytes
 
@@ -54,6 +56,7 @@ class Folder:
     def claim(self, job: dict[str, Any], failures: Iterable[Failure]) -> None:
         """Mark the folder as this job's; refuse a folder that belongs to another job."""
         path = self.path / JOB
+        job = json.loads(json.dumps(job))  # with lists for tuples, as the file has them
         if not path.exists():
             if others := sorted(p.name for p in self.path.iterdir() if p.name[0] != "."):
                 raise BatchError(
@@ -67,27 +70,36 @@ class Folder:
             json.dumps(dataclasses.asdict(f), ensure_ascii=False).encode(errors="replace") + b"\n"
             for f in failures
         ]
-        if lines and not (self.path / FAILED).exists():
+        if lines:
             self._write(FAILED, b"".join(lines))
+        else:
+            (self.path / FAILED).unlink(missing_ok=True)
 
-    def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """Return the units of which at least one file is missing."""
+    def missing(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows whose picture is in no file."""
+        if self.file_format == PARQUET:
+            done = {name for path in self.path.glob("part-*.parquet") for name in _ids(path)}
+            return [row for row in rows if row.id not in done]
         present = {entry.name for entry in os.scandir(self.path)}
-        return [unit for unit in units if not present.issuperset(self._names(unit))]
+        return [row for row in rows if _png_name(row) not in present]
 
     def add(self, unit: Unit, pngs: list[bytes]) -> None:
-        contents = [_table(unit, pngs)] if self.file_format == "parquet" else pngs
+        contents = [_table(unit, pngs)] if self.file_format == PARQUET else pngs
         for name, content in zip(self._names(unit), contents, strict=True):
             if not (self.path / name).exists():
                 self._write(name, content)
 
     def _names(self, unit: Unit) -> list[str]:
-        if self.file_format == "parquet":
-            return [f"part-{unit.index:06d}.parquet"]
-        return [f"{safe_name(row.id)}.png" for row in unit.rows]
+        if self.file_format == PARQUET:
+            return [f"part-{unit.rows[0].number:06d}.parquet"]
+        return [_png_name(row) for row in unit.rows]
 
     def _write(self, name: str, content: bytes) -> None:
         atomic.write(self.path / name, content, durable=True)
+
+
+def _png_name(row: Row) -> str:
+    return f"{safe_name(row.id)}.png"
 
 
 def safe_name(identity: str) -> str:
@@ -120,10 +132,23 @@ def _check_same(path: Path, job: dict[str, Any]) -> None:
     )
 
 
+def _ids(path: Path) -> list[str]:
+    """Return the ids of the rows in a part."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path).read([ID])[ID].to_pylist()
+    except (pyarrow.ArrowException, KeyError, OSError) as error:
+        raise BatchError(
+            f"{path} cannot be read: {error}. Delete it: its rows are then made again."
+        ) from error
+
+
 def _cell(known: Parameter, value: Any) -> Any:
     """Return a parameter's value as a cell of a table has it."""
-    if known.per is not None and isinstance(value, str):
-        return [value]
+    if known.takes_several and value is not None:
+        return [[one] if isinstance(one, str) else one for one in value]
     return str(value) if isinstance(value, Mixture) else value
 
 
@@ -145,8 +170,10 @@ def _table(unit: Unit, pngs: list[bytes]) -> bytes:
     }
     known = row_parameters()
     of_one = {name: types[one.kind] for name, one in known.items()}
+    several = {name: pyarrow.list_(of_one[name]) for name in known if known[name].takes_several}
+    of_model = {**of_one, **several}
     lists = {
-        name: pyarrow.list_(of_one[name]) for name, one in known.items() if one.per is not None
+        name: pyarrow.list_(of_model[name]) for name, one in known.items() if one.per is not None
     }
     schema = {ID: pyarrow.string(), **of_one, **lists}
     columns = {

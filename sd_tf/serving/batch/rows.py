@@ -30,6 +30,7 @@ COLUMNS = (*row_parameters(), ID)
 class Row:
     """One picture to make."""
 
+    number: int  # of the row, from 0
     id: str  # given by the row, or its number
     call: Call  # its pictures are paths
 
@@ -119,7 +120,7 @@ def check_rows(
                 raise ValueError(f"the id is also that of row {numbers[name]}")
             numbers[name] = number
             values = {**settings, "seed": settings["seed"] + number, **_values(entry, folder)}
-            rows.append(Row(name, _call(values, manifest, read_picture)))
+            rows.append(Row(number, name, _call(values, manifest, read_picture)))
         except ValueError as error:
             failures.append(Failure(number, name, str(error)))
     return rows, failures
@@ -217,7 +218,9 @@ def _call(values: Mapping[str, Any], manifest: Manifest, read_picture: Callable)
         if known.each and known.is_many(values.get(name)):  # a row is one picture
             raise known.refusal(values[name], manifest)
     call = Call(**_with_pictures(values, read_picture)).completed(manifest)
-    return replace(call, **{name: values[name] for name in call.files()})
+    known = row_parameters()
+    paths = {name: known[name].for_models(values[name], manifest) for name in call.files()}
+    return replace(call, **paths)
 
 
 def _id(value: Any) -> str:

@@ -207,7 +207,7 @@ class Rest:
         sock = connection.sock
         response = connection.getresponse()
         parts = []
-        while True:
+        while not response.isclosed():
             sock.settimeout(_left(deadline))  # limits the whole answer, however slowly it comes
             part = response.read1(CHUNK)
             if not part:

@@ -20,6 +20,7 @@ from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Events, Job, Together
 
 MOST_PREVIEWS = 20
+MOST_PICTURES = 64  # of a body
 MOST_PIXELS = 16 << 20  # of a picture that is sent
 MOST_TOGETHER = 64 << 20  # pixels of all pictures of a body
 MOST_COUNT = 10_000
@@ -262,6 +263,9 @@ def opened(values: Mapping[str, Any], others: Sequence[Image.Image] = ()) -> dic
         others: pictures of the same body that are opened already.
     """
     known = Call.parameters()
+    given = {name: value for name, value in values.items() if known[name].is_file}
+    if (count := len(others) + sum(map(_count, given.values()))) > MOST_PICTURES:
+        raise RefusedError(422, f"A call has at most {MOST_PICTURES} pictures. Received: {count}")
     pixels = sum(math.prod(picture.size) for picture in others)
 
     def counted(name: str, text: str) -> bytes:
@@ -270,11 +274,7 @@ def opened(values: Mapping[str, Any], others: Sequence[Image.Image] = ()) -> dic
         pixels += _read(name, content, how=count_pixels)
         return content
 
-    files = {
-        name: _for_each(name, value, counted)
-        for name, value in values.items()
-        if known[name].is_file
-    }
+    files = {name: _for_each(name, value, counted) for name, value in given.items()}
     if pixels > MOST_TOGETHER:
         raise RefusedError(
             422,
@@ -284,6 +284,13 @@ def opened(values: Mapping[str, Any], others: Sequence[Image.Image] = ()) -> dic
     read = partial(_read, how=open_picture)
     pictures = {name: _for_each(name, value, read) for name, value in files.items()}
     return {**values, **pictures}
+
+
+def _count(value: Any) -> int:
+    """Return the number of pictures in a value, whose lists may have empty places."""
+    if isinstance(value, list | tuple):
+        return sum(map(_count, value))
+    return value is not None
 
 
 def _for_each(name: str, value: Any, read: Callable[[str, Any], Any]) -> Any:

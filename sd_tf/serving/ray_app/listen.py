@@ -33,6 +33,7 @@ class HttpServer:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
         config = uvicorn.Config(
             app,
+            http="h11",  # bounds a header's length; httptools does not
             lifespan="off",
             ws="none",
             access_log=False,

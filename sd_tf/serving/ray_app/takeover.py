@@ -100,7 +100,6 @@ class Takeover:
                 raise TakeoverError(before.message)
             try:
                 served = await asyncio.to_thread(self._open, digest)
-                self._check_components(served.manifest)
                 for handle in self.models.values():
                     await handle.broadcast("load", digest).results_async()
             except Exception as error:  # of any kind: the replicas' own, or Ray's if one died
@@ -139,11 +138,10 @@ class Takeover:
 
     def _check_components(self, manifest: Manifest) -> None:
         """Refuse an export with other components: each is a deployment of its own."""
-        has, had = (list(known.parts) for known in (manifest, self.served.manifest))
-        if has != had:
+        if manifest.parts.keys() != self.models.keys():
             raise TakeoverError(
-                f"It has the components {', '.join(has)}, and the one before {', '.join(had)}. "
-                f"Start the application again."
+                f"It has the components {', '.join(manifest.parts)}, and the application has "
+                f"{', '.join(self.models)}. Start the application again."
             )
 
     def _seen(self) -> tuple[str, tuple[int, ...]]:
@@ -155,6 +153,7 @@ class Takeover:
 
     def _open(self, digest: str) -> Served:
         manifest, tokenizers = open_export(self.folder)
+        self._check_components(manifest)
         manifest.check_files(self.folder)
         if self._seen()[0] != digest:
             raise TakeoverError(f"{self.folder} changed while it was read.")

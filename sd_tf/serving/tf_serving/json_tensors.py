@@ -21,18 +21,25 @@ JSON_TYPES = {
     float: "Number",
 }
 SHOWN = 200  # characters of a value in an error
+MOST_DIMENSIONS = 32  # of a tensor; NumPy has 64
 
 
 # JSON → arrays
 
 
-def from_rows(content, infos) -> dict[str, np.ndarray]:
-    """Read `instances`: each element is a row of the only input, or an object of rows by input."""
+def from_rows(content, infos, most: int) -> dict[str, np.ndarray]:
+    """Read `instances`: each element is a row of the only input, or an object of rows by input.
+
+    Args:
+        most: the largest number of rows that the inputs take.
+    """
     instances = content["instances"]
     if not isinstance(instances, list):
         raise invalid(f"JSON Value: {shown(content)} Excepting 'instances' to be an list/array")
     if not instances:
         raise invalid(f"JSON Value: {shown(content)} No values in 'instances' array")
+    if len(instances) > most:
+        raise invalid(f"'instances' has at most {most} rows. Received: {len(instances)}")
     if not isinstance(instances[0], dict) and len(infos) > 1:
         raise invalid(
             "instances is a plain list, but expecting list of objects as multiple input tensors "
@@ -96,6 +103,8 @@ def _array(value, dtype: int) -> np.ndarray:
     while isinstance(first, list):
         shape.append(len(first))
         first = first[0] if first else None
+    if len(shape) > MOST_DIMENSIONS:
+        raise invalid(f"A tensor of {len(shape)} dimensions")
     flat = [value]
     for level, size in enumerate(shape):
         for item in flat:
@@ -113,11 +122,7 @@ def _array(value, dtype: int) -> np.ndarray:
     if list in set(map(type, flat)):
         raise invalid(f"Encountered list at unexpected level: {len(shape)} expected < {len(shape)}")
     target = tf.as_dtype(dtype).as_numpy_dtype
-    array = np.array(_values(flat, dtype, target), target)
-    try:
-        return array.reshape(shape)
-    except ValueError as error:  # more dimensions than NumPy has
-        raise invalid(f"A tensor of {len(shape)} dimensions") from error
+    return np.array(_values(flat, dtype, target), target).reshape(shape)
 
 
 def _values(flat: list, dtype: int, target) -> list:
@@ -177,8 +182,13 @@ def _type_error(value, dtype: int) -> ModelError:
 
 
 def shown(value) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+    """Return the start of a value's JSON; the rest is not written at all."""
+    text = ""
+    for part in json.JSONEncoder().iterencode(value):
+        text += part
+        if len(text) > SHOWN:
+            return text[:SHOWN] + "…"
+    return text
 
 
 def _shape(array: np.ndarray) -> str:

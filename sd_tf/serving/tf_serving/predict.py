@@ -8,6 +8,7 @@ server the first operation that they do not fit fails. Outputs are sent as `tens
 the server's --enable_serialization_as_tensor_content.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -72,6 +73,22 @@ class Servable:
         """Return the batch of the shape that a signature serves."""
         _, shape = self._shapes.endpoint_of(signature)
         return shape.batch_size
+
+    def input_shapes(self, signature: str) -> list[list[int]]:
+        """Return the largest shapes that a signature's inputs can have."""
+        batch_size = self.batch_size(signature)
+        return [
+            [batch_size if dim.size < 0 else dim.size for dim in info.tensor_shape.dim]
+            for info in self.signature_defs[signature].inputs.values()
+        ]
+
+    def most_elements(self) -> int:
+        """Return how many elements the inputs of one request can have together."""
+        return max(
+            sum(map(math.prod, self.input_shapes(name)))
+            for name in self.signature_defs
+            if self._loaded.runs(name)
+        )
 
     def run(self, signature: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         try:

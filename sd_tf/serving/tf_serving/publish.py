@@ -12,6 +12,7 @@ from sd_tf.files import atomic
 from sd_tf.files.publish import link
 from sd_tf.runtime.chain import NEEDED
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, Manifest
+from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, templates, warmup
 from sd_tf.serving.tf_serving.configs import CANARY, PREVIOUS, STABLE, ServedModel
@@ -83,7 +84,6 @@ def publish(
     if export is not None:
         manifest = Manifest.read(export)
         manifest.check_files(export)
-        _check_device(manifest, settings)
         shapes = manifest.shapes
         warm_up = shapes.all if warm_up is None else [shapes.checked(one) for one in warm_up]
         components = _components(manifest, components)
@@ -95,6 +95,11 @@ def publish(
         )
     there = {*there, version} if export is not None else there
     labels = _labels(out, version, canary, there, keep_old)
+    for number in labels.numbers():
+        is_new = manifest is not None and number == version
+        _check_device(
+            manifest if is_new else Manifest.read(out / CLIENT / str(number)), number, settings
+        )
     if manifest is not None:
         out.mkdir(parents=True, exist_ok=True)
         settings.write(out)
@@ -115,22 +120,13 @@ def _components(manifest: Manifest, wanted: Sequence[str] | None) -> list[str]:
     return [name for name in known if name in wanted]
 
 
-def _check_device(manifest: Manifest, settings: Settings) -> None:
-    if not settings.xla or (misfit := manifest.misfit(settings.device)) is None:
-        return
-    checkpoint, shapes = next(iter(manifest.checkpoint.values()))["name"], manifest.shapes
-    merged = {
-        f"--lora {adapter['name']}@{adapter['scale']:g} ": None
-        for part in manifest.checkpoint.values()
-        for adapter in part.get("adapters", ())
-    }
-    raise ServingError(
-        f"{misfit}. Export for a {settings.device}:\n"
-        f"    sd-tf export --checkpoint {checkpoint} {''.join(merged)}--target {settings.device} "
-        f"--sizes {shapes.sizes_text} --batch_sizes {','.join(map(str, shapes.batch_sizes))} "
-        f"--precision {manifest.precision} --max_steps {manifest.max_steps} --out FOLDER\n"
-        f"or serve this one by another `device`, or without XLA (--nojit_compile)."
-    )
+def _check_device(manifest: Manifest, version: int, settings: Settings) -> None:
+    if settings.xla and (misfit := manifest.misfit(settings.device)) is not None:
+        raise ServingError(
+            f"Version {version}: {misfit}. Run your export command again with --target "
+            f"{settings.device}, or serve this version by another `device`, or without XLA "
+            f"(--nojit_compile)."
+        )
 
 
 def _check_target(out: Path, settings: Settings, new: bool) -> None:
@@ -351,7 +347,14 @@ def _calls(settings: Settings, manifest: Manifest, served: Sequence[str]) -> str
     batch = manifest.shapes.first.batch_size
     prompts = ", ".join(f'"{warmup.PROMPT}"' for _ in range(batch))
     names = {name: settings.model_name(name) for name in (*NEEDED, TEXT_TO_IMAGE)}
-    known = {**names, "rest": REST_PORT, "prompts": prompts, "batch": batch}
+    known = {
+        **names,
+        "rest": REST_PORT,
+        "prompts": prompts,
+        "batch": batch,
+        "prefix": "" if settings.xla else PLAIN,
+        "default": "" if settings.xla else f'"signature_name": "{PLAIN}serving_default", ',
+    }
     texts = []
     if TEXT_TO_IMAGE in served:
         texts.append(templates.WHOLE)

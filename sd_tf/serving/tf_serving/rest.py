@@ -31,6 +31,7 @@ from sd_tf.serving.tf_serving.predict import (
 
 _MODEL = r"/v1/models/([^/:]+)(?:/versions/(\d+)|/labels/([^/:]+))?"
 LONGEST_VERSION = 19  # digits of the largest one, 2⁶³ − 1
+MORE_COMMAS = 100_000  # of a body, beside those between elements: in texts, for example
 _POST = re.compile(_MODEL + ":(classify|regress|predict)", re.IGNORECASE | re.ASCII)
 _GET = re.compile(_MODEL + "(?:/(metadata))?", re.IGNORECASE | re.ASCII)
 
@@ -107,6 +108,11 @@ def _plain(message) -> dict[str, Any]:
 
 
 def _predict(server: ModelServer, spec: model_pb2.ModelSpec, body: bytes) -> dict[str, Any]:
+    _, servable = server.find(spec)
+    # A comma for each element, and in `instances` at most as many between a row's inputs.
+    most = 2 * servable.most_elements() + MORE_COMMAS
+    if body.count(b",") > most:
+        raise invalid(f"The body has more than {most} commas")
     content = _parse(body)
     name = content.get("signature_name", "")
     if not isinstance(name, str):
@@ -114,7 +120,6 @@ def _predict(server: ModelServer, spec: model_pb2.ModelSpec, body: bytes) -> dic
             f"JSON Value: {shown(content)} not formatted correctly. 'signature_name' key must "
             f"be a string value."
         )
-    _, servable = server.find(spec)
     name = name or DEFAULT_SIGNATURE
     signature = servable.signature(name)
     if signature is None:
@@ -126,7 +131,9 @@ def _predict(server: ModelServer, spec: model_pb2.ModelSpec, body: bytes) -> dic
         )
     rows = "instances" in content
     if rows:
-        arrays = from_rows(content, signature.inputs)
+        shapes = servable.input_shapes(name)
+        most_rows = max((shape[0] for shape in shapes if shape), default=1)
+        arrays = from_rows(content, signature.inputs, most_rows)
     elif "inputs" in content:
         arrays = from_columns(content["inputs"], signature.inputs)
     else:

@@ -85,7 +85,8 @@ and its warm-up competes with the requests to the first. The way back is `--vers
 PARTS = """\
 A picture is three calls, `$text_encoder` → `$diffusion_model` → `$decoder`:
 
-    curl -d '{"signature_name": "serving_default", "inputs": {"tokens": [[49406, ..., 49407]]}}' \\
+    curl -d '{"signature_name": "${prefix}serving_default",
+              "inputs": {"tokens": [[49406, ..., 49407]]}}' \\
         localhost:$rest/v1/models/$text_encoder/labels/stable:predict
 
 - Send `inputs`, not `instances`: the inputs of a call have no common first dimension.
@@ -94,10 +95,10 @@ A picture is three calls, `$text_encoder` → `$diffusion_model` → `$decoder`:
 WHOLE = """\
 `$text_to_image` makes pictures of $batch prompt$plural in one call; picture i has the seed i:
 
-    curl -d '{"instances": [$prompts]}' \\
+    curl -d '{$default"instances": [$prompts]}' \\
         localhost:$rest/v1/models/$text_to_image/labels/stable:predict
 
-Its signature `generate` also takes `negative_prompt` and `seed`, each a list, and
+Its signature `${prefix}generate` also takes `negative_prompt` and `seed`, each a list, and
 `num_steps`, `unconditional_guidance_scale` and `scheduler` (a name); send them as `inputs`.
 
 """

@@ -60,14 +60,15 @@ function table(schema, defaults) {
   return element("div", { class: "wide", tabindex: 0 }, element("table", {}, head, body));
 }
 
-function types({ type, format, anyOf = [{ type }] }) {
+function types({ type, format, items, anyOf }, plural = "") {
   if (format === "binary") {
-    return "file";
+    return `file${plural}`;
   }
-  return anyOf
-    .filter((one) => one.type !== "null")
-    .map((one) => (one.type === "array" ? `list of ${one.items.type}s` : one.type))
-    .join(" or ");
+  if (anyOf !== undefined) {
+    const known = anyOf.filter((one) => one.type !== "null");
+    return known.map((one) => types(one, plural)).join(" or ");
+  }
+  return type === "array" ? `list${plural} of ${types(items, "s")}` : `${type}${plural}`;
 }
 
 function meaning({ description, minimum, exclusiveMinimum, maximum, maxLength }) {
