@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-# The denoiser's layers that have places; every text encoder's linear layers have them as well.
+# The denoiser's layers that have places. CLIP's transformers have them in all linear layers.
 LAYERS = ("attention", "transformer", "all")
 DEFAULT_RANK, DEFAULT_LAYERS = 16, "transformer"
 # The names of a place's two matrices: PREFIX, the checkpoint's part, the layer, DOWN or UP.
