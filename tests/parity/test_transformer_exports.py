@@ -18,7 +18,7 @@ from sd_tf.serving.client.client import Client
 from sd_tf.serving.tf_serving.predict import ModelServer, load
 from sd_tf.weights import open_checkpoint
 from tests import peer_transformers
-from tests.fronts import WITH_ENCODER, running_front
+from tests.fronts import running_front
 from tests.peer_pipelines import check_pictures, psnr
 from tests.serving_server import grpc_server
 
@@ -84,7 +84,7 @@ def test_bfloat16(folders, tmp_path, pipe):
 @pytest.mark.long
 def test_http(exported, pipe):
     """The application's front, and what its page would ask for."""
-    with running_front(exported, WITH_ENCODER) as front:
+    with running_front(exported) as front:
         body = {"prompt": PROMPT, "negative_prompt": "green", "true_guidance_scale": 2, **CALL}
         request = urllib.request.Request(
             f"http://{front.http}/generate", json.dumps(body).encode(), method="POST"
