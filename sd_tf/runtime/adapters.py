@@ -93,8 +93,8 @@ def _check_places(adapter: Adapter, layers: Mapping[str, Layers], places: Adapte
     ]
     if without:
         # The text encoders' places do not depend on the option.
-        would_help = {name for name, _ in without} == {"diffusion_model"}
-        would_help = would_help and places.layers != LAYERS[-1]
+        of_denoiser = {name for name, _ in without} == {"diffusion_model"}
+        would_help = of_denoiser and places.layers != LAYERS[-1]
         merge = "Export with --adapter_layers=all, or merge it" if would_help else "Merge it"
         raise AdapterError(
             f"{adapter.name} changes {len(without)} layers that have no place, such as "
