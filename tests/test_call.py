@@ -16,9 +16,10 @@ from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import use_of_picture
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.image_prompts import NO_IMAGE_PROMPTS
+from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, SchedulerRecord
 from sd_tf.runtime.needed_pictures import blank_pictures
-from sd_tf.runtime.parameter import CallError, Kind, Parameter
+from sd_tf.runtime.parameter import CallError, Parameter
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.reuse import NO_REUSE, ReuseRecord
 from sd_tf.runtime.shapes import Shapes
@@ -250,7 +251,8 @@ EVERYWHERE = """
 import argparse, dataclasses, io, json, sys
 import numpy as np
 from sd_tf.runtime import call as module
-from sd_tf.runtime.parameter import Kind, parameter
+from sd_tf.runtime.kinds import Kind
+from sd_tf.runtime.parameter import parameter
 
 shine = parameter(
     Kind.NUMBER, "Shine", "how much it shines", default=0.5, least=0, most=2, slider=(0, 2, 0.1)

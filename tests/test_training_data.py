@@ -16,10 +16,13 @@ from PIL import Image
 
 from sd_tf.runtime.pictures import PictureError, to_model, to_rgb
 from sd_tf.training import data as training_data
+from sd_tf.training import rows as training_rows
 from sd_tf.training import world
 from sd_tf.training.batches import LatentBatches, PictureBatches, PriorBatches
-from sd_tf.training.data import World, open_source, read_picture, shuffled
+from sd_tf.training.data import World, open_source
 from sd_tf.training.hosts import Host
+from sd_tf.training.order import shuffled
+from sd_tf.training.rows import pictures_of, read_picture
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.scene import HELD_OUT
 from tests import micro
@@ -176,9 +179,9 @@ def test_parquet_is_read_by_row_group(tmp_path):
 def test_an_epoch_reads_a_row_group_once(tmp_path, monkeypatch):
     rows = [(f"{n}.png", PICTURE, f"number {n}") for n in range(40)]
     write_parquet(tmp_path / "rows.parquet", rows, row_group_size=2)
-    read, read_group = [], training_data._pictures
+    read = []
     monkeypatch.setattr(
-        training_data, "_pictures", lambda *group: read.append(group) or read_group(*group)
+        training_data, "pictures_of", lambda *group: read.append(group) or pictures_of(*group)
     )
     source = open_source(tmp_path, 8)
     epochs = [[source.order(40 * epoch + i, 7) for i in range(40)] for epoch in range(2)]
@@ -201,7 +204,7 @@ def test_pictures_are_checked_once(tmp_path, layout, monkeypatch):
     assert not checked.exists()
     first = open_source(data, 8, "skip", checked=checked)
     read = []
-    monkeypatch.setattr(training_data, "read_picture", lambda picture, size: read.append(picture))
+    monkeypatch.setattr(training_rows, "read_picture", lambda picture, size: read.append(picture))
     again = open_source(data, 8, "skip", checked=checked)
     assert again.rows == first.rows and again.skipped == first.skipped
     with pytest.raises(TrainingError, match=r"the picture is damaged .* set `on_error` to skip"):

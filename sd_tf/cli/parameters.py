@@ -6,7 +6,8 @@ from typing import Any
 
 from sd_tf.cli.arguments import Switch
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.parameter import CallError, Kind, Mixture, Parameter
+from sd_tf.runtime.kinds import Kind, Mixture
+from sd_tf.runtime.parameter import CallError, Parameter
 
 METAVARS = {
     Kind.PICTURE: "FILE",

@@ -12,8 +12,9 @@ from sd_tf.runtime.capabilities import (
     check_vision_encoder,
     check_weights,
 )
+from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.parameter import CallError, Kind, Parameter, parameters_of
+from sd_tf.runtime.parameter import CallError, Parameter, parameters_of
 from sd_tf.runtime.parameters import Parameters
 from sd_tf.runtime.shapes import ShapeError, Size
 

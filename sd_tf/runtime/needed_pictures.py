@@ -3,8 +3,9 @@
 import numpy as np
 
 from sd_tf.runtime.call import Call
+from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.parameter import Kind, Parameter
+from sd_tf.runtime.parameter import Parameter
 from sd_tf.runtime.shapes import Size
 
 GRAY, WHITE = 128, 255

@@ -32,8 +32,9 @@ from sd_tf.runtime.capabilities import (
     WEIGHING,
     use_of_picture,
 )
+from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import Manifest
-from sd_tf.runtime.parameter import NONE, Condition, Kind, parameter
+from sd_tf.runtime.parameter import NONE, Condition, parameter
 from sd_tf.runtime.reuse import named_reuses
 
 MOST_CHARACTERS = 10_000  # of a prompt

@@ -7,13 +7,14 @@ import numpy as np
 from sd_tf.config import PipelineConfig
 from sd_tf.runtime.pictures import to_model
 from sd_tf.training import world
-from sd_tf.training.data import Source, World, shuffled
+from sd_tf.training.data import Source, World
 from sd_tf.training.hosts import ALONE, Host, check_settings, device_count
+from sd_tf.training.order import shuffled
 from sd_tf.training.settings import Settings, TrainingError
 
 Batch = dict[str, np.ndarray]
 Order = Callable[[int, int], tuple[int, int]]  # position in the run, seed → index, epoch
-DRAWS = 2  # a seed's stream of random numbers; `data.ORDER` is another
+DRAWS = 2  # a seed's stream of random numbers; `order.ORDER` is another
 
 
 class Batches:

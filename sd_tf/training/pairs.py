@@ -18,16 +18,11 @@ from PIL import Image
 from sd_tf.files.rows import ParquetRows, RowsError
 from sd_tf.runtime.pictures import PictureError, open_picture
 from sd_tf.training import world
-from sd_tf.training.data import (
-    GROUPS_AT_ONCE,
-    ON_ERROR,
-    embedded,
-    mixed,
-    shuffled,
-    without_host,
-)
+from sd_tf.training.data import ON_ERROR, without_host
 from sd_tf.training.hosts import ALONE, Host
+from sd_tf.training.order import GROUPS_AT_ONCE, mixed, shuffled
 from sd_tf.training.origin import Record, digest, of_files
+from sd_tf.training.rows import embedded
 from sd_tf.training.settings import TrainingError
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from sd_tf.files import atomic, locks
-from sd_tf.runtime.parameter import Kind, Mixture, Parameter
+from sd_tf.runtime.kinds import Kind, Mixture
+from sd_tf.runtime.parameter import Parameter
 from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.rows import ID, Failure, Row, Unit, row_parameters
 

@@ -11,8 +11,9 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from sd_tf.runtime.call import Call
+from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import ExportError, Manifest
-from sd_tf.runtime.parameter import NONE, Kind, Parameter, parameter, parameters_of
+from sd_tf.runtime.parameter import NONE, Parameter, parameter, parameters_of
 from sd_tf.runtime.pictures import PictureError, count_pixels, open_picture
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.shapes import Shapes
