@@ -16,6 +16,7 @@ from sd_tf.cli.main import main
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.training import world
+from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.control import ControlBatches, ControlOptions, new_net, prepare
 from sd_tf.training.evaluate import GROUPS
 from sd_tf.training.evaluate_control import (
@@ -30,7 +31,7 @@ from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.tiny_control import TINY_CONTROL, Unplaced, train
 from sd_tf.weights import layout, open_checkpoint, open_controlnet
 from tests import micro, peers
-from tests.exports import micro_folder
+from tests.exports import micro_folder, micro_xl_folder
 
 PAIRS = WorldOutlines(8, 16)
 
@@ -66,23 +67,25 @@ def test_it_begins_as_the_unet_and_adds_nothing():
 
 
 @pytest.mark.backend(long=True)
-def test_loss_and_gradients_equal_pytorchs(small_pipelines, tmp_path):
+@pytest.mark.parametrize("family", ["sd1", "sdxl-base"])
+def test_loss_and_gradients_equal_pytorchs(family, small_pipelines, tmp_path):
     """Diffusers' models and scheduler, put together in PyTorch, with the same draws."""
-    pipeline, folder = small_pipelines("sd1")
+    pipeline, folder = small_pipelines(family)
     theirs = diffusers.ControlNetModel.from_unet(
         pipeline.unet, conditioning_embedding_out_channels=(4, 8, 8, 8)
     )
     theirs = peers.randomized(theirs, 3)
     theirs.save_pretrained(tmp_path / "net")
     checkpoint = open_checkpoint(folder)
+    config = checkpoint.config
     net, unet = open_controlnet(tmp_path / "net").build(), freeze(checkpoint.build("unet"))
-    encoder, vae = (freeze(checkpoint.build(name)) for name in ("text_encoder", "vae"))
-    denoising = Denoising(Steered(unet, net), [encoder], checkpoint.config, min_snr=None)
-    loss = Steering(denoising, vae, checkpoint.config.autoencoder.latent_scale)
-    settings, options = replace(micro.SETTINGS, batch_size=2), ControlOptions(64, dropout=0.5)
-    batches = ControlBatches(
-        WorldOutlines(9, 64), settings, options, checkpoint.config, checkpoint.tokenizer()
-    )
+    vae, *encoders = (freeze(checkpoint.build(name)) for name in ("vae", *config.text_encoders))
+    denoising = Denoising(Steered(unet, net), encoders, config, min_snr=None)
+    loss = Steering(denoising, vae, config.autoencoder.latent_scale)
+    settings = replace(micro.SETTINGS, batch_size=2)
+    options = ControlOptions(64, resize=80, dropout=0.5)
+    tokenize = tokenize_for({name: checkpoint.tokenizer(name) for name in config.text_encoders})
+    batches = ControlBatches(WorldOutlines(9, 64), settings, options, config, tokenize)
     batch = batches(0)
     gradients, value = micro.gradients_of(loss, batch)
 
@@ -94,14 +97,17 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines, tmp_path):
         posterior = pipeline.vae.encode(tensor("after")).latent_dist
         latents = posterior.mean + posterior.std * tensor("posterior")
         latents = latents * pipeline.vae.config.scaling_factor
-        context = pipeline.text_encoder(tensor("tokens"))[0]
+        context, added = told(pipeline, {n: torch.from_numpy(x) for n, x in batch.items()})
     noise, timesteps = tensor("noise"), tensor("timesteps")
-    noisy = pipeline.scheduler.add_noise(latents, noise, timesteps)
-    down, middle = theirs(noisy, timesteps, context, (tensor("before") + 1) / 2, return_dict=False)
+    scheduler = diffusers.DDPMScheduler.from_config(pipeline.scheduler.config)
+    noisy = scheduler.add_noise(latents, noise, timesteps)
+    hint = (tensor("before") + 1) / 2
+    down, middle = theirs(noisy, timesteps, context, hint, return_dict=False, **added)
     output = pipeline.unet(
         noisy,
         timesteps,
         context,
+        **added,
         down_block_additional_residuals=down,
         mid_block_additional_residual=middle,
     ).sample
@@ -118,7 +124,43 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines, tmp_path):
         assert np.abs(ours - parameters[path].grad.numpy()).max() <= 1e-3 * scale, path
 
 
+def told(pipeline, batch):
+    """Return what diffusers' models are told: the context, and what SDXL takes besides."""
+    tokens = batch["tokens"].long()
+    if "time_ids" not in batch:
+        return pipeline.text_encoder(tokens)[0], {}
+    states = [
+        encoder(tokens[:, i], output_hidden_states=True)
+        for i, encoder in enumerate((pipeline.text_encoder, pipeline.text_encoder_2))
+    ]
+    has_text = batch["has_text"][:, None]
+    context = torch.cat([one.hidden_states[-2] for one in states], -1) * has_text[..., None]
+    added = {"text_embeds": states[1][0] * has_text, "time_ids": batch["time_ids"]}
+    return context, {"added_cond_kwargs": added}
+
+
 # Batches
+
+
+def test_sdxl_is_told_where_a_picture_was_cut():
+    """Original size, corner (top, left), size: what is cut out of the larger picture is there."""
+    config = open_checkpoint(micro_xl_folder()).config
+    slope = np.arange(20)[:, None] * 12 + np.arange(20)  # no two pixels in a window are the same
+    ramp = Image.fromarray(np.repeat(slope.astype("uint8")[..., None], 3, axis=-1))
+    pairs = SimpleNamespace(
+        pair=lambda index: Pair(ramp, "a", ramp), order=lambda position, seed: (0, 0)
+    )
+    options = ControlOptions(16, resize=20, dropout=0.0)
+    batch = ControlBatches(pairs, micro.SETTINGS, options, config, len)(0)
+    assert set(batch["has_text"]) == {1.0}
+    corners = batch["time_ids"][:, 2:4].astype(int)
+    assert len(np.unique(corners, axis=0)) > 2
+    for picture, numbers, (top, left) in zip(
+        batch["after"], batch["time_ids"], corners, strict=True
+    ):
+        cut = np.asarray(ramp)[top : top + 16, left : left + 16]
+        np.testing.assert_array_equal(picture, to_model(cut))
+        assert numbers[[0, 1, 4, 5]].tolist() == [20, 20, 16, 16]
 
 
 def test_dropout_takes_captions_alone():
@@ -157,10 +199,10 @@ def test_outlines_are_of_the_scenes():
 # The command
 
 
-def control(out, *flags, data="world:8"):
+def control(out, *flags, data="world:8", folder=micro_folder):
     return main(
         [
-            *("train", "controlnet", "--checkpoint", str(micro_folder()), "--data", data),
+            *("train", "controlnet", "--checkpoint", str(folder()), "--data", data),
             *("--out", str(out), "--size", "16", "--steps", "4", "--warm_up", "1"),
             *("--batch_size", "4", "--log_every", "2", "--nojit_compile", *flags),
         ]
@@ -190,6 +232,16 @@ def test_a_run_that_diffusers_loads_and_that_goes_on(tmp_path, capsys):
     assert "--dropout was 0.1, is 0.2" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_a_net_of_sdxl_that_diffusers_loads(tmp_path):
+    flags = ["--learning_rate", "1e-2", "--sample_every", "4"]
+    assert control(tmp_path / "run", *flags, folder=micro_xl_folder) == 0
+    assert (tmp_path / "run" / "000004.png").is_file()
+    net = diffusers.ControlNetModel.from_pretrained(tmp_path / "run" / "controlnet")
+    assert net.config.addition_embed_type == "text_time"
+    assert net.controlnet_mid_block.weight.abs().max() > 0, "it has learnt"
+
+
 def test_refusals(tmp_path, capsys, small_pipelines):
     assert control(tmp_path / "a", "--dropout", "1.5") == 1
     assert "--dropout must be from 0 to 1. Received: 1.5" in capsys.readouterr().err
@@ -199,9 +251,10 @@ def test_refusals(tmp_path, capsys, small_pipelines):
         _, folder = small_pipelines(family)
         with pytest.raises(TrainingError, match=f"takes noisy latents alone.*Received: {family}"):
             prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
-    _, folder = small_pipelines("sdxl-base")
-    with pytest.raises(TrainingError, match="with one text encoder"):
-        prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
+    for family in ("sdxl-refiner", "sd3-without-t5"):
+        _, folder = small_pipelines(family)
+        with pytest.raises(TrainingError, match="is trained for SD1, SD2 and SDXL base"):
+            prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
 
 
 @pytest.mark.long

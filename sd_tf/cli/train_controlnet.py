@@ -20,7 +20,9 @@ from sd_tf.cli.train_run import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--checkpoint", required=True, help="the SD1 or SD2 checkpoint to steer")
+    parser.add_argument(
+        "--checkpoint", required=True, help="the SD1, SD2 or SDXL base checkpoint to steer"
+    )
     parser.add_argument(
         "--data",
         required=True,

@@ -10,7 +10,8 @@ from sd_tf.config import ControlNetConfig, PipelineConfig, family_of
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.runtime.pictures import contact_sheet, square
 from sd_tf.training.batches import Batch, check_run
-from sd_tf.training.edit import EditBatches, check_cuts, check_family
+from sd_tf.training.conditions import tokenize_for
+from sd_tf.training.edit import EditBatches, check_cuts
 from sd_tf.training.hosts import this_host
 from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising, Steered, Steering, freeze, recomputed
@@ -58,7 +59,36 @@ class ControlBatches(EditBatches):
     scaled = staticmethod(square)
 
     def dropped(self, r: np.ndarray) -> tuple[np.ndarray, Batch]:
-        return r < self.options.dropout, {}
+        without = r < self.options.dropout
+        if self.config.zero_empty_negative:  # as pictures are drawn without a negative prompt
+            return without, {"has_text": 1.0 - without.astype("float32")}
+        return without, {}
+
+    def told(self, places: np.ndarray, resize: int) -> Batch:
+        """Return SDXL's numbers: the size of the pictures, where they were cut, and to what."""
+        if not self.config.denoiser.num_time_ids:
+            return {}
+        size = self.options.size
+        corners = np.round(places[:, ::-1] * (resize - size))  # top, left
+        parts = [np.full_like(corners, resize), corners, np.full_like(corners, size)]
+        return {"time_ids": np.concatenate(parts, axis=1).astype("float32")}
+
+
+def check_family(config: PipelineConfig) -> None:
+    """Refuse checkpoints for which no ControlNet is trained."""
+    denoiser, family = config.denoiser, family_of(config)
+    is_base = denoiser.conditioner == "clip" and denoiser.num_time_ids in (0, 6)
+    if not is_base or denoiser.is_told_guidance:
+        raise TrainingError(
+            f"A ControlNet is trained for SD1, SD2 and SDXL base, but for no LCM. "
+            f"Received: {family}"
+        )
+    if config.latent_inputs != "none":
+        raise TrainingError(
+            f"A ControlNet is trained beside a UNet that takes noisy latents alone, not one that "
+            f"edits or paints in pictures: train it on the checkpoint that this one was made from. "
+            f"Received: {family}"
+        )
 
 
 def net_config(config: PipelineConfig) -> ControlNetConfig:
@@ -87,35 +117,31 @@ def prepare(
     """Build the models, loss and batches; `pairs` are, on several hosts, this host's part."""
     options.check()
     check_family(checkpoint.config)
-    if checkpoint.config.latent_inputs != "none":
-        raise TrainingError(
-            f"A ControlNet is trained beside a UNet that takes noisy latents alone, not one that "
-            f"edits or paints in pictures: train it on the checkpoint that this one was made from. "
-            f"Received: {family_of(checkpoint.config)}"
-        )
     host = this_host()
     check_run(settings, host, options.first_timestep, checkpoint.config)
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     begun |= options.record()
     config = checkpoint.config
-    tokenizer = checkpoint.tokenizer()
-    batches = ControlBatches(pairs, settings, options, config, tokenizer, host)
+    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    tokenize = tokenize_for(tokenizers)
+    batches = ControlBatches(pairs, settings, options, config, tokenize, host)
     vae = freeze(checkpoint.build("vae"))
     models = {
         name: freeze(checkpoint.build(name, settings.precision))
-        for name in ("text_encoder", "unet")
+        for name in (*config.text_encoders, "unet")
     }
     net = new_net(checkpoint, settings.precision, settings.seed)
     if settings.gradient_checkpointing:
         recomputed(models["unet"])
         recomputed(net)
     denoiser = Steered(models["unet"], net)
-    denoising = Denoising(denoiser, [models["text_encoder"]], config, min_snr=None)
+    encoders = [models[name] for name in config.text_encoders]
+    denoising = Denoising(denoiser, encoders, config, min_snr=None)
     loss = Steering(denoising, vae, config.autoencoder.latent_scale)
     return TrainingTask(
         checkpoint.name,
         replace(config, controlnets={NAME: net.control}),
-        {"text_encoder": tokenizer},
+        tokenizers,
         {**models, NAME: net, "vae": vae},
         loss,
         batches,

@@ -114,7 +114,7 @@ class EditBatches(Batches):
     ):
         size = part_of_batch(settings, host)
         super().__init__(pairs, size, settings.seed, pairs.order, host)
-        self.options, self.tokenize = options, tokenize
+        self.options, self.config, self.tokenize = options, config, tokenize
         self.timesteps = noise_levels(options.first_timestep, config)
         side = options.size // config.autoencoder.downscale
         self.latent_shape = (side, side, config.autoencoder.latent_channels)
@@ -161,7 +161,12 @@ class EditBatches(Batches):
             "before": pictures("before"),
             "after": pictures("after"),
             "tokens": self.tokenize(texts),
+            **self.told(places, resize),
         }
+
+    def told(self, places: np.ndarray, resize: int) -> Batch:
+        """Return what the denoiser is told besides of pictures scaled and cut at `places`."""
+        return {}
 
 
 class PrecomputedBatches(EditBatches):
