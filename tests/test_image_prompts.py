@@ -1,5 +1,6 @@
 """Pictures as prompts: the adapters' files, calls that use them, and every door they come by."""
 
+import argparse
 import base64
 import io
 import json
@@ -16,6 +17,7 @@ from PIL import Image
 from playwright.sync_api import expect
 from safetensors.numpy import load_file, save_file
 
+from sd_tf.cli.drawing import add_drawing_arguments, read_wanted
 from sd_tf.cli.main import main
 from sd_tf.config import PREVIEW_DECODER
 from sd_tf.export import ExportOptions, export
@@ -344,6 +346,27 @@ def test_generate(load_once, pipe, tmp_path, capsys):
     capsys.readouterr()
     assert main([*command, "--from_png", str(tmp_path / "3.png")]) == 1
     assert "give --image_prompt again" in capsys.readouterr().err
+
+
+def test_flags_with_several_pictures_for_several_adapters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, image in (("moon", MOON), ("sea", SEA), ("sea,moon", MOON)):
+        image.save(f"{name}.png")
+    parser = argparse.ArgumentParser()
+    add_drawing_arguments(parser)
+
+    def counts(*paths):
+        flags = [text for path in paths for text in ("--image_prompt", path)]
+        call = Call.of(**read_wanted(parser.parse_args(["a", "--num_steps", "2", *flags])))
+        shown = read_request(TWO, call).shared.image_prompt
+        return [None if one is None else len(one) for one in shown]
+
+    assert counts("moon.png,sea.png", "sea.png") == [2, 1]
+    assert counts("", "moon.png,sea.png") == [None, 2]
+    assert counts("moon.png,sea.png") == [1, 1], "a list with one for each, as in a table's cell"
+    assert counts("sea,moon.png") == [1, 1], "a file's own name"
+    with pytest.raises(OSError, match=r"'mon\.png'"):
+        counts("moon.png,mon.png", "")
 
 
 # Servers

@@ -14,6 +14,7 @@ from sd_tf.cli.progress import Progress
 from sd_tf.files import atomic
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.chain import Chain
+from sd_tf.runtime.parameter import Parameter
 from sd_tf.runtime.pictures import PictureError, contact_sheet, open_picture
 from sd_tf.runtime.png import metadata, png_bytes, read_parameters
 from sd_tf.runtime.request import read_request
@@ -50,14 +51,19 @@ def read_wanted(options: argparse.Namespace) -> dict[str, Any]:
     parameters["prompt"] = [prompt for prompt in prompts for _ in range(options.count)]
     for name, known in Call.parameters().items():
         if known.is_file and name in parameters:
-            parameters[name] = _opened(parameters[name])
+            parameters[name] = _opened(parameters[name], known)
     return parameters
 
 
-def _opened(path: str | list[str]) -> Any:
-    """Open a picture, or those for several ControlNets, where an empty path stands for none."""
+def _opened(path: str | list[str], known: Parameter) -> Any:
+    """Open a picture, or those for several models, where an empty path stands for none.
+
+    Where a model takes several pictures, commas separate them, unless a file has that very name.
+    """
     if isinstance(path, list):
-        return [_opened(one) if one else None for one in path]
+        return [_opened(one, known) if one else None for one in path]
+    if known.takes_several and "," in path and not Path(path).is_file():
+        return [_opened(one, known) for one in path.split(",")]
     try:
         return open_picture(path)
     except PictureError as error:
