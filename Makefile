@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # TensorFlow's CUDA build where there is a GPU to use it.
 CORE := $(if $(shell nvidia-smi --list-gpus 2> /dev/null),cuda,core)
 
-.PHONY: demo serve check test test-first test-serving test-second test-parity test-full-size
+.PHONY: demo serve check test test-first test-serving test-second test-parity test-full-size test-long
 .PHONY: test-jax test-jax-parity bench-peers bench-gpu lint format clean
 
 DEMO_PROMPTS := "a large red star on a dark blue background" \
@@ -18,6 +18,8 @@ DEMO_PROMPTS := "a large red star on a dark blue background" \
 # One picture each: more and more of one adapter, the other one, and both.
 DEMO_MIXTURES := outline@0 outline@0.5 outline@1 moon@1 outline@1,moon@1
 DEMO_ADAPTED := "a large yellow moon above a small red star on a dark blue background"
+# The embedded checkpoint, with the small decoder that makes a server's previews.
+EXPORT_TINY := $(BIN)/sd-tf export --out exports/tiny --batch_size 4 --preview_decoder tiny:preview
 # Places for both embedded adapters.
 DEMO_PLACES := --adapter_slots 2 --adapter_rank 2 --adapter_layers all
 
@@ -26,7 +28,7 @@ DEMO_PLACES := --adapter_slots 2 --adapter_rank 2 --adapter_layers all
 demo: $(VENV)/core.stamp
 	@echo "TensorFlow's $(if $(filter cuda,$(CORE)),CUDA build: nvidia-smi lists a GPU,build \
 	for CPUs: nvidia-smi lists no GPU)."
-	$(BIN)/sd-tf export --out exports/tiny --batch_size 4 $(DEMO_PLACES) --overwrite
+	$(EXPORT_TINY) $(DEMO_PLACES) --overwrite
 	$(BIN)/sd-tf export-adapters exports/tiny outline=tiny:outline moon=tiny:moon
 	$(BIN)/sd-tf generate $(DEMO_PROMPTS) --export_dir exports/tiny \
 	    --out out/pictures --num_steps 20 --guidance_scale 4 --seed 1 --count 2
@@ -42,8 +44,7 @@ demo: $(VENV)/core.stamp
 
 # The embedded checkpoint behind a page and TensorFlow Serving's API, until Ctrl+C.
 serve: $(VENV)/serve.stamp
-	test -f exports/tiny/pipeline.json || \
-	    $(BIN)/sd-tf export --out exports/tiny --batch_size 4
+	test -f exports/tiny/pipeline.json || $(EXPORT_TINY)
 	$(BIN)/sd-tf serve ray --export_dir exports/tiny --num_steps 20 \
 	    --guidance_scale 4 --examples docs/tiny_prompts.txt
 
@@ -52,8 +53,7 @@ bench-peers: $(VENV)/bench.stamp
 	$(BIN)/sd-tf bench peers --out out/peers/report
 	$(BIN)/sd-tf bench starts --export_dir out/peers/exports/512-float32 --num_steps 1 \
 	    --rounds 1 --calls 1 --json out/peers/report/starts-sd1.json
-	test -f exports/tiny/pipeline.json || \
-	    $(BIN)/sd-tf export --out exports/tiny --batch_size 4
+	test -f exports/tiny/pipeline.json || $(EXPORT_TINY)
 	$(BIN)/sd-tf bench starts --export_dir exports/tiny \
 	    --json out/peers/report/starts-tiny.json
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -46,6 +47,15 @@ def run(script: Path, *calls: list[str]) -> list[subprocess.CompletedProcess]:
         subprocess.CompletedProcess(call, *answer)
         for call, answer in zip(calls, answers, strict=True)
     ]
+
+
+def of_make(target: str, command: str) -> list[list[str]]:
+    """The arguments of each `sd-tf COMMAND …` that a target of the Makefile runs."""
+    dry = ["make", "--dry-run", target]
+    told = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = told.replace("\\\n", " ").splitlines()
+    called = [line.partition("bin/sd-tf ")[2] for line in lines]
+    return [shlex.split(call) for call in called if call.startswith(f"{command} ")]
 
 
 def on_two_hosts(*arguments: str) -> list[str]:

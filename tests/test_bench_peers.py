@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from sd_tf.sampling import tables
 from sd_tf.sampling.rows import COLUMNS
 from sd_tf.weights import StoredTensor, open_checkpoint
 from sd_tf.weights import kerascv as kerascv_weights
-from tests import peers
+from tests import commands, peers
 from tests.exports import micro_folder
 
 RAN = (
@@ -185,13 +184,6 @@ def test_report(compared):
     assert report.table(content) in text
 
 
-def bench_gpu() -> list[str]:
-    """The command of `make bench-gpu`."""
-    told = subprocess.run(["make", "--dry-run", "bench-gpu"], capture_output=True, text=True).stdout
-    [line] = [line for line in told.replace("\\\n", " ").splitlines() if "bench peers" in line]
-    return shlex.split(line)[1:]
-
-
 def flag(command: list[str], name: str) -> str:
     return command[command.index(f"--{name}") + 1]
 
@@ -199,7 +191,7 @@ def flag(command: list[str], name: str) -> str:
 @pytest.mark.long
 def test_bench_gpu_end_to_end(tmp_path):
     """On the CPU and a small model; those left out here compile for minutes, or are in `RAN`."""
-    command = bench_gpu()
+    [command] = commands.of_make("bench-gpu", "bench peers")
     assert (flag(command, "device"), flag(command, "batch_size")) == ("gpu", "3")
     wanted = flag(command, "peers").split(",")
     assert set(wanted) == set(KINDS) - {"sd_tf", "openvino", "openvino_default"}

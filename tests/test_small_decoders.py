@@ -10,10 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_tf.checkpoints import TINY_FOLDER, embedded_decoder
+from sd_tf.checkpoints import EDITOR, TINY, TINY_FOLDER, embedded_decoder
 from sd_tf.cli.main import main
 from sd_tf.config import DECODER, PREVIEW_DECODER, SmallDecoderConfig
-from sd_tf.export import ExportOptions, export
+from sd_tf.export import ExportOptions, embedded, export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.psnr import psnr
@@ -23,7 +23,7 @@ from sd_tf.training.losses import Decoding, freeze
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.small_decoder import SmallDecoderOptions
 from sd_tf.weights import CheckpointError, open_checkpoint, open_small_decoder
-from tests import micro
+from tests import commands, micro
 from tests.exports import (
     micro_decoder,
     micro_export,
@@ -134,6 +134,29 @@ def test_a_server_s_previews():
     pipe, seen = pipeline_of(previewing_export()), []
     pipe("a star", **CALL, scheduler="ddim", callback=lambda *state: seen.append(state[2]))
     np.testing.assert_array_equal(preview, pipe.preview(seen[0])[0])
+
+
+@pytest.mark.parametrize("target", ["demo", "serve"])
+def test_the_export_that_make_serves_has_it(target):
+    """That of `make demo`, too, which `make serve` finds."""
+    [command] = commands.of_make(target, "export")
+    assert command[command.index("--preview_decoder") + 1] == "tiny:preview"
+    assert command[command.index("--out") + 1] == "exports/tiny"
+
+
+def test_the_export_that_is_made_on_first_use_has_it(tmp_path, monkeypatch):
+    """`sd-tf generate` and `benchmark` make it, where a server may find it."""
+    asked = []
+
+    def made(checkpoint, folder, options):
+        asked.append(checkpoint.config)
+        shutil.copytree(previewing_export(), folder)
+
+    monkeypatch.setattr(embedded, "FOLDER", tmp_path)
+    monkeypatch.setattr(embedded, "export", made)
+    for name in (TINY, EDITOR):
+        embedded.embedded_export(name, print)
+    assert [[*config.small_decoders] for config in asked] == [[PREVIEW_DECODER], []]
 
 
 def test_the_embedded_one_decodes_tiny_s_latents():

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sd_tf.checkpoints import DIT, EDITOR, EMBEDDED, TINY
+from sd_tf.checkpoints import DIT, EDITOR, EMBEDDED, TINY, embedded_decoder
 from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.weights import open_checkpoint
 
 FOLDER = Path("exports")
+PREVIEWED = {TINY: "preview"}  # the small decoder for a server's previews, where there is one
 # Parameters that suit the embedded checkpoints better than the defaults, which suit large models;
 # docs/tiny.md has the measurements.
 SUITED = {
@@ -34,7 +35,9 @@ def embedded_export(name: str, report: Callable[[str], None]) -> tuple[Path, dic
     folder = FOLDER / name
     if not folder.exists():
         report(f"exporting the embedded checkpoint {name} to {folder}, once")
-        export(open_checkpoint(EMBEDDED[name]), folder, ExportOptions(verify="fast"))
+        decoder = embedded_decoder(PREVIEWED[name]) if name in PREVIEWED else None
+        checkpoint = open_checkpoint(EMBEDDED[name], preview_decoder=decoder)
+        export(checkpoint, folder, ExportOptions(verify="fast"))
     found = Manifest.read(folder).checkpoint["diffusion_model"]["name"]
     if found != name:
         report(f"{folder} is an export of {found}")
