@@ -60,10 +60,10 @@ def drawer(folder, opening=None, **options):
 class TracingRunner(LocalRunner):
     """Runs a checkpoint's components as traced when they are called, which saves an export."""
 
-    def __init__(self, checkpoint, fixed):
+    def __init__(self, checkpoint, fixed, precision="float32"):
         geometry, empty = geometry_of(checkpoint.config, fixed), empty_tokens_of(checkpoint)
         self.parts = {
-            name: component(name, checkpoint.config, geometry, "float32", empty, checkpoint.build)
+            name: component(name, checkpoint.config, geometry, precision, empty, checkpoint.build)
             for name in component_names(checkpoint.config)
         }
         traces, shapes = Traces(), geometry.shapes

@@ -20,7 +20,9 @@ class LinearProjection(Block):
         self.norm = LayerNorm(config.context_dim, EPSILON, dtype)
 
     def call(self, encoded, given):
-        return self.norm(ops.reshape(self.proj(encoded["embedding"] * given[:, None]), self.shape))
+        embedding = encoded["embedding"]
+        embedding = embedding * ops.cast(given[:, None], embedding.dtype)
+        return self.norm(ops.reshape(self.proj(embedding), self.shape))
 
 
 class FullProjection(Block):

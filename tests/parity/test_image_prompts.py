@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import CLIPImageProcessorPil
 
 from sd_tf.models import MODEL_CLASSES
 from sd_tf.runtime.pictures import middle, to_vision
 from sd_tf.weights import layout
-from sd_tf.weights.image_prompts import open_vision_encoder
+from sd_tf.weights.image_prompts import open_image_adapter, open_vision_encoder
 from tests import peer_image_prompts as prompts
 from tests import peers
 from tests.peer_pipelines import (
@@ -28,6 +29,8 @@ from tests.peer_pipelines import (
 
 SIZES = {"sd1": {"height": 64, "width": 96}, "sdxl-base": {"height": 64, "width": 64}}
 SIZES["inpaint"] = SIZES["sdxl-base"]
+# Largest differences of an adapter's layers, as a share of the reference's largest value.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 4e-2, "float16": 4e-3}
 
 
 class Shown(Pair):
@@ -199,6 +202,67 @@ def test_vision_encoder(tmp_path):
         (found["tokens"], expected.hidden_states[-2]),
     ):
         np.testing.assert_allclose(keras.ops.convert_to_numpy(mine), other.numpy(), atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=["base", "plus", "full-face"])
+def layers(request, tmp_path_factory):
+    """An adapter, and a UNet of diffusers that has loaded it."""
+    unet = diffusers.UNet2DConditionModel(**{**peers.SD1_UNET, "layers_per_block": 1})
+    path = tmp_path_factory.mktemp("layers") / f"{request.param}.safetensors"
+    prompts.save(path, request.param, unet)
+    halves = {part: {} for part in ("image_proj", "ip_adapter")}
+    for name, tensor in load_file(path).items():
+        part, _, rest = name.partition(".")
+        halves[part][rest] = tensor
+    unet._load_ip_adapter_weights([halves])
+    return open_image_adapter(path), unet
+
+
+def check_near(ours, theirs, precision):
+    ours = keras.ops.convert_to_numpy(keras.ops.cast(ours, "float32"))
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= TOLERANCES[precision] * np.abs(theirs).max()
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_projections(layers, precision):
+    """Diffusers' `ImageProjection`, `IPAdapterPlusImageProjection` and the one for full face.
+
+    The second row has no picture, in place of which base adapters project zeros.
+    """
+    opened, unet = layers
+    ours = layout.load(opened.config.projection, opened.projection, precision, "test")
+    rng = np.random.default_rng(0)
+    encoded = {
+        "embedding": rng.standard_normal((2, prompts.EMBED)).astype("float32"),
+        "tokens": rng.standard_normal((2, 17, prompts.WIDTH)).astype("float32"),
+    }
+    given = np.array([1, 0], "float32")
+    if opened.config.projection.kind == "linear":
+        taken = encoded["embedding"] * given[:, None]
+    else:
+        taken = encoded["tokens"]
+    (theirs,) = unet.encoder_hid_proj.image_projection_layers
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(taken)).numpy()
+    computed = {name: keras.ops.cast(value, precision) for name, value in encoded.items()}
+    check_near(ours(computed, given=keras.ops.convert_to_tensor(given)), expected, precision)
+
+
+@pytest.mark.backend
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_keys_and_values(layers, precision):
+    """Those of diffusers' attention processors, on the way down, up and in the middle."""
+    opened, unet = layers
+    ours = layout.load(opened.config.attention, opened.attention, precision, "test")
+    tokens = np.random.default_rng(1).standard_normal((2, 5, 128)).astype("float32")
+    pairs = ours(keras.ops.convert_to_tensor(tokens))
+    processors = [one for name, one in unet.attn_processors.items() if "attn2" in name]
+    for pair, theirs in zip(pairs, processors, strict=True):
+        for mine, layer in zip(pair, (theirs.to_k_ip[0], theirs.to_v_ip[0]), strict=True):
+            with torch.no_grad():
+                check_near(mine, layer(torch.from_numpy(tokens)).numpy(), precision)
 
 
 MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV", "PA")
