@@ -17,15 +17,21 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from keras import ops
 from PIL import Image
 
 from sd_tf.checkpoints import TINY_FOLDER, make_random
 from sd_tf.cli.main import main
-from sd_tf.components.geometry import Fixed
-from sd_tf.config import FAMILIES
-from sd_tf.jax import JaxPipeline, chips, compile_pipeline, make_mesh
+from sd_tf.components.geometry import Fixed, geometry_of
+from sd_tf.config import FAMILIES, with_kerascv_numerics
+from sd_tf.jax import JaxPipeline, chips, compile_pipeline, components, make_mesh
 from sd_tf.jax import compile as compiling
-from sd_tf.jax.artifacts import FILE_NAME, plugin_versions
+from sd_tf.jax.artifacts import (
+    FILE_NAME,
+    STABLEHLO_PLATFORMS,
+    compiled_config,
+    plugin_versions,
+)
 from sd_tf.jax.chips import CHIPS, chip_of, outlook, row, runs_of
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.parameter import CallError
@@ -368,11 +374,40 @@ def test_a_later_format(compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "later")
     path = tmp_path / "later" / FILE_NAME
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
-    with pytest.raises(ExportError, match=r"version 99, this sd_tf reads 1: .* or compile again"):
+    with pytest.raises(ExportError, match=r"version 99, this sd_tf reads 2: .* or compile again"):
         JaxPipeline.load(tmp_path / "later")
     path.write_text("{")
     with pytest.raises(ExportError, match=r"compiled\.json cannot be read: .*\. Compile again"):
         JaxPipeline.load(tmp_path / "later")
+
+
+def other_checkpoints(folder):
+    """Write checkpoints with the weights' names and shapes of the micro one that compute others."""
+    text, unet = micro.CONFIG.text_encoders["text_encoder"], micro.CONFIG.denoiser
+    others = {
+        "text_encoder.activation must be quick_gelu. Received: gelu": {
+            "text_encoders": {"text_encoder": replace(text, activation="gelu")}
+        },
+        "unet.resnet_norm_eps must be 1e-05. Received: 0.001": {
+            "denoiser": replace(unet, resnet_norm_eps=1e-3)
+        },
+        "vae.scaling_factor must be 0.18215. Received: 0.5": {
+            "autoencoder": replace(micro.CONFIG.autoencoder, scaling_factor=0.5)
+        },
+        'what text_encoder reads for "" must be (49406, 49407, 49407, 49407, …). Received: (49406, '
+        "49407, 0, 0, …).": {"text_encoders": {"text_encoder": replace(text, pad_token_id=0)}},
+    }
+    for number, (message, changed) in enumerate(others.items()):
+        make_random(replace(micro.CONFIG, **changed).check(), folder / str(number))
+        yield re.escape(message), folder / str(number)
+
+
+def rescheduled(folder):
+    """Write the micro checkpoint with another default scheduler."""
+    make_random(
+        replace(micro.CONFIG, schedule=replace(micro.CONFIG.schedule, sampler="euler")), folder
+    )
+    return folder
 
 
 def test_shapes_alone_and_weights_later(tmp_path, capsys):
@@ -392,7 +427,13 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
     with pytest.raises(ExportError, match=r"does not fit .* has the component preview_decoder"):
         given = {"checkpoint": micro_folder(), "preview_decoder": micro_decoder()}
         JaxPipeline.load(tmp_path / "out", **given)
+    for message, other in other_checkpoints(tmp_path):
+        with pytest.raises(ExportError, match=rf"does not fit the compiled pipeline: {message}"):
+            JaxPipeline.load(tmp_path / "out", checkpoint=other)
     loaded = JaxPipeline.load(tmp_path / "out", checkpoint=micro_folder())
+    assert loaded.manifest.default_sampler == config.schedule.sampler
+    other = JaxPipeline.load(tmp_path / "out", checkpoint=rescheduled(tmp_path / "rescheduled"))
+    assert other.manifest.default_sampler == "euler"
     direct = JaxPipeline.from_checkpoint(
         micro_folder(), None, "float32", batch_size=1, height=16, width=16, max_steps=2
     )
@@ -420,6 +461,49 @@ def test_shapes_alone_and_weights_later(tmp_path, capsys):
     assert main([*generate, "--checkpoint", str(micro_folder()), "--lora", f"{file}@0.5"]) == 0
     drawn = np.asarray(Image.open(tmp_path / "pictures" / "3.png"))
     np.testing.assert_array_equal(drawn, expected[0])
+    said = json.loads(Image.open(tmp_path / "pictures" / "3.png").text["sd_tf"])["checkpoint"]
+    for component in ("text_encoder", "diffusion_model"):
+        assert said[component]["name"] == micro_folder().name
+        (adapter,) = said[component]["adapters"]
+        assert adapter["name"] == "style" and adapter["scale"] == 0.5
+        assert adapter["sha256"] == {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
+    assert said["decoder"]["name"] == micro_folder().name and "adapters" not in said["decoder"]
+
+
+def test_what_the_families_compile():
+    """The numbers in which checkpoints with the same weights differ are recorded by name."""
+
+    def differing(one, other):
+        found, wanted = (compiled_config(config) for config in (one, other))
+        return {name for name in found if found[name] != wanted[name]}
+
+    sd1, xl = FAMILIES["sd1"], FAMILIES["sdxl-base"]
+    assert differing(sd1, with_kerascv_numerics(sd1)) == {
+        "unet.geglu",
+        "unet.transformer_norm_eps",
+        "vae.norm_eps",
+    }
+    assert differing(xl, replace(xl, zero_empty_negative=False)) == {"zero_empty_negative"}
+    penultimate = replace(sd1.text_encoders["text_encoder"], context_layer=2)
+    other = replace(sd1, text_encoders={"text_encoder": penultimate})
+    assert differing(sd1, other) == {"text_encoder.context_layer"}
+    assert not differing(sd1, replace(sd1, denoiser=replace(sd1.denoiser, sample_size=96)))
+
+
+def test_a_program_for_any_platform_has_no_code_of_one(monkeypatch):
+    """On a GPU in bfloat16, Keras' fused attention is cuDNN's, which lowers for CUDA alone."""
+    monkeypatch.setitem(components.ON_JAX, "cpu", components.ON_JAX["gpu"])
+    of_cuda = jax.jit(lambda q, k, v, scale: jax.lax.platform_dependent(q, cuda=lambda q: q))
+    monkeypatch.setattr(ops, "dot_product_attention", of_cuda)
+    fixed = Fixed(batch_size=1, height=16, width=16, max_steps=2)
+    checkpoint = open_checkpoint(micro_folder())
+    part = compiling.components(checkpoint, fixed, make_mesh())["diffusion_model"]
+    assert part.rewrites.names == ("fused_attention",)
+    shape = geometry_of(checkpoint.config, fixed).shapes.first
+    with pytest.raises(NotImplementedError, match="cpu"):
+        compiling.compile_endpoint(part, "segment", make_mesh(), shape)
+    code = compiling.portable(part, "segment", shape)
+    assert jax.export.deserialize(bytearray(code)).platforms == STABLEHLO_PLATFORMS
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """The files of a pipeline compiled ahead of time, and loading them without tracing or Keras.
 
 OUT/pipeline.json, tokenizer/     as in an export
-OUT/compiled.json                 what it was compiled for, and every program's arguments
+OUT/compiled.json                 what it was compiled for and of, and every program's arguments
 OUT/COMPONENT/weights.safetensors
 OUT/COMPONENT/ENDPOINT.xla        machine code: load only what you trust
 OUT/COMPONENT/ENDPOINT.stablehlo  the program before compilation, for any platform and mesh
@@ -14,6 +14,7 @@ import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,16 +22,21 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
+from sd_tf.config import END_TOKEN, PipelineConfig
 from sd_tf.jax.runner import Program
 from sd_tf.jax.sharding import DATA, MODEL, of_value, of_weight, place
 from sd_tf.runtime.compile_cache import processor
 from sd_tf.runtime.manifest import ExportError, read_record, write_record
 
 FILE_NAME = "compiled.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: the configuration
 WEIGHTS = "weights.safetensors"
 # Platforms, as `jax.export` names them.
 STABLEHLO_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# Fields of a configuration that programs do not depend on, or only by what is compared besides: the
+# autoencoder's dtype, and the tokens of "".
+NOT_COMPILED = ("sample_size", "force_upcast", "pad_token_id")
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +101,7 @@ class Compiled:
     target: Target
     topology: str | None  # the TPU slice, where it was compiled for but not present
     has_weights: bool
+    config: dict[str, Any]  # what the programs compute: see `compiled_config`
     programs: dict[str, dict[str, Signature]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -207,16 +214,51 @@ def _weights_of(path: Path, endpoints: dict[str, Signature], mesh: Mesh) -> dict
         raise ExportError(f"{path} cannot be read: {error}. Compile again.") from error
 
 
+def compiled_config(config: PipelineConfig) -> dict[str, Any]:
+    """Return the numbers and choices of a configuration that are compiled into programs, by name.
+
+    The schedule is not among them: its tables are weights.
+    """
+    found = {
+        f"{part}.{name}": value
+        for part, model in config.components.items()
+        for name, value in dataclasses.asdict(model).items()
+        if name not in NOT_COMPILED
+    }
+    for name, value in found.items():
+        if name.endswith(".eos_token_id") and value is None:  # the highest id, which is this one
+            found[name] = END_TOKEN
+    found |= {
+        "latent_inputs": config.latent_inputs,
+        "zero_empty_negative": config.zero_empty_negative,
+        "zero_tokens": config.zero_tokens,
+    }
+    return json.loads(json.dumps(found))  # as `Compiled.read` gives it: tuples are lists
+
+
+def check_config(compiled: Compiled, config: PipelineConfig, source: str) -> None:
+    """Refuse a checkpoint that computes something else than what was compiled."""
+    given = compiled_config(config)
+    for name in sorted(compiled.config.keys() | given.keys()):
+        theirs, ours = (known.get(name, "absent") for known in (compiled.config, given))
+        if theirs != ours:
+            raise misfit(source, name, theirs, ours)
+
+
+def misfit(source: str, what: str, wanted, received) -> ExportError:
+    return ExportError(
+        f"{source} does not fit the compiled pipeline: {what} must be {wanted}. Received: "
+        f"{received}. Compile again for this checkpoint."
+    )
+
+
 def check_weights(endpoints: dict[str, Signature], weights, source: str) -> None:
     """Refuse weights whose shapes or dtypes a component was not compiled for."""
     expected, given = next(iter(endpoints.values())).weights, shapes_of(weights)
     for name in sorted(expected.keys() | given.keys()):
         theirs, ours = (_described(shapes.get(name)) for shapes in (expected, given))
         if theirs != ours:
-            raise ExportError(
-                f"{source} does not fit the compiled pipeline: {name} must be {theirs}. Received: "
-                f"{ours}. Compile again for this checkpoint."
-            )
+            raise misfit(source, name, theirs, ours)
 
 
 def _described(shape_and_dtype) -> str:

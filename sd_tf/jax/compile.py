@@ -89,7 +89,9 @@ def compile_pipeline(
         )
         for encoder, place in manifest.tokenizers.items():
             tokenizers[encoder].save(folder / place)
-        artifacts.Compiled(target, topology, bool(checkpoint.readers), signatures).write(folder)
+        config = artifacts.compiled_config(checkpoint.config)
+        has_weights = bool(checkpoint.readers)
+        artifacts.Compiled(target, topology, has_weights, config, signatures).write(folder)
         manifest.write(folder)
     return manifest
 

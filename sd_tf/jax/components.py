@@ -30,6 +30,8 @@ from sd_tf.weights import Checkpoint, layout
 # A segment's inputs that it also returns, in the same memory; the last one where it has it.
 STATE = ("latent", "history", FEATURES)
 TABLES = "tables."
+# Rewrites that take code of one platform alone: cuDNN's attention, and a TPU's kernel.
+NOT_PORTABLE = ("fused_attention", "attention_kernel")
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ class JaxComponent:
         """Return a function (weights, state, inputs) → outputs.
 
         On a mesh, the outputs are placed as the next call takes them. Without one, the program has
-        no kernels, so that any device can run it.
+        no code of one platform, so that any device can run it.
         """
-        kernel = None if mesh is None else AttentionKernel(mesh)
+        rewrites, kernel = self.rewrites.without(NOT_PORTABLE), None
+        if mesh is not None:
+            rewrites, kernel = self.rewrites, AttentionKernel(mesh)
 
         def function(weights, state, inputs):
             given = [(variable, weights[name]) for name, variable in self._variables.items()]
@@ -94,7 +98,7 @@ class JaxComponent:
                 size: Packed(**{f.name: weights[prefix + f.name] for f in fields(Packed)})
                 for size, prefix in self._table_prefixes.items()
             }
-            with keras.StatelessScope(state_mapping=given), lowered(self.rewrites, kernel):
+            with keras.StatelessScope(state_mapping=given), lowered(rewrites, kernel):
                 endpoints = self.component.endpoints(shape, tables)
                 outputs = endpoints[endpoint].function(**state, **inputs)
             if mesh is None:

@@ -7,14 +7,13 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from sd_tf.config import family_of, storage_text
 from sd_tf.jax import artifacts
 from sd_tf.jax.runner import JaxRunner
 from sd_tf.jax.sharding import DATA, check_mesh, make_mesh
 from sd_tf.runtime.adapter_places import DEFAULT_LAYERS, DEFAULT_RANK
 from sd_tf.runtime.adapters import layers_of
 from sd_tf.runtime.chain import Chain, open_export
-from sd_tf.runtime.manifest import ExportError, Manifest
+from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.shapes import Size
 
 
@@ -153,7 +152,8 @@ class JaxPipeline(Chain):
 
         Args:
             mesh: None: the first devices, arranged as it was compiled for.
-            checkpoint: the source of the weights where the folder has none of its own.
+            checkpoint: the source of the weights where the folder has none of its own. Its
+                tokenizers, schedule and default scheduler are taken, too.
             fallback: on another platform, mesh or release compile the portable StableHLO, with a
                 warning that says why; False: refuse with the reason.
             opening: `family`, `variant`, `revision`, `ema`, `without`, `max_sequence_length`,
@@ -174,7 +174,11 @@ class JaxPipeline(Chain):
         if compiled.has_weights:
             weights = artifacts.load_weights(folder, compiled, mesh)
         else:
-            weights = _weights_of_checkpoint(checkpoint, opening, compiled, manifest, mesh)
+            from sd_tf.jax.supply import supplied
+
+            weights, manifest, tokenizers = supplied(
+                checkpoint, opening, compiled, manifest, tokenizers, mesh
+            )
         stages = JaxRunner(manifest, programs, weights)
         layers = layers_of(folder, manifest)
         return cls(manifest, [stages], tokenizers, time.perf_counter() - start, layers)
@@ -195,44 +199,6 @@ def _check_source(folder: Path, compiled: artifacts.Compiled, checkpoint, openin
         if value:
             later = ", or with `adapter_slots`, to load adapters later" if name == "lora" else ""
             raise ExportError(f"{weights}: compile again with `{name}`{later}.")
-
-
-def _weights_of_checkpoint(
-    source, opening, compiled: artifacts.Compiled, manifest: Manifest, mesh: Mesh
-):
-    from sd_tf.components.geometry import Fixed
-    from sd_tf.jax import compile as ahead
-    from sd_tf.jax import components as programs
-    from sd_tf.weights import open_checkpoint
-
-    checkpoint = open_checkpoint(source, **opening)
-    if family_of(checkpoint.config) != manifest.family:
-        raise ExportError(
-            f"The pipeline was compiled for the family {manifest.family}. Received: "
-            f"{family_of(checkpoint.config)}, {source}"
-        )
-    fixed = Fixed(
-        batch_sizes=manifest.shapes.batch_sizes,
-        sizes=manifest.shapes.sizes,
-        precision=manifest.precision,
-        storage=storage_text(manifest.storage),
-        max_steps=manifest.max_steps,
-        guidance=manifest.guidance,
-        guidance_rescale=manifest.guidance_rescale,
-        prompt_chunks=manifest.prompt_chunks,
-        adapter_slots=manifest.adapters.slots,
-        adapter_rank=manifest.adapters.rank or DEFAULT_RANK,
-        adapter_layers=manifest.adapters.layers,
-    )
-    components = ahead.components(checkpoint, fixed, mesh)
-    if differing := sorted(components.keys() ^ compiled.programs.keys()):
-        raise ExportError(
-            f"{source} does not fit the compiled pipeline: only one of them has the component "
-            f"{', '.join(differing)}. Compile again for this checkpoint."
-        )
-    for name, component in components.items():
-        artifacts.check_weights(compiled.programs[name], component.weights, str(source))
-    return programs.load_weights(components, checkpoint, mesh)
 
 
 def set_compile_cache(folder: str | Path) -> None:
