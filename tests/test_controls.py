@@ -253,6 +253,30 @@ def test_files_that_mean_something_else(tmp_path, prefix, name, message):
         open_controlnet(path)
 
 
+@pytest.mark.parametrize(
+    ("lacking", "other"),
+    [
+        ("input_blocks.0.0.weight", "conv_in.weight"),
+        ("input_blocks.1.0.out_layers.3.weight", "down_blocks.0.resnets.0.conv2.weight"),
+        ("controlnet_cond_embedding.conv_in.weight", "input_hint_block.0.weight"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_files_that_lack_a_tensor(tmp_path, capsys, layout, lacking, other):
+    """Those that tell a size; what else is missing, loading names."""
+    model, path = net(**RELEASED), tmp_path / "net.safetensors"
+    original_file(model, path) if layout == "original" else save_file(model.state_dict(), path)
+    kept = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if name.removeprefix("control_model.") not in (lacking, other)
+    }
+    save_file(kept, path)
+    assert main(["weights", str(path)]) == 1
+    message = f"would not load: {path} is incomplete: it lacks {lacking} (in the other layout "
+    assert f"{message}{other})" in capsys.readouterr().err
+
+
 def test_a_file_of_sdxl_has_diffusers_names(tmp_path):
     model = net(**XL)
     model.save_pretrained(tmp_path / "folder")

@@ -316,6 +316,11 @@ def test_errors(single_files, tmp_path):
     with pytest.raises(CheckpointError, match=r"unet .*1 tensors are missing: conv_out\.bias"):
         open_checkpoint(path).build("unet")
 
+    for name in ("input_blocks.1.0.out_layers.3.weight", "input_blocks.4.0.out_layers.3.weight"):
+        rewritten(source, path, lambda s, name=name: s.pop(f"model.diffusion_model.{name}"))
+        with pytest.raises(CheckpointError, match=f"is incomplete: it lacks {name} .*resnets.0.c"):
+            open_checkpoint(path)
+
     extra = "model.diffusion_model.input_blocks.1.2.weight"
     rewritten(source, path, lambda s: s.update({extra: np.zeros(3, "float32")}))
     with pytest.raises(CheckpointError, match=r"1 tensors have no place.*input_blocks\.1\.2"):

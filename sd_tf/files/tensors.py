@@ -90,6 +90,8 @@ def numpy_dtype(name: str) -> np.dtype:
 def refuse_pickle(path: Path, converted: str | None = None) -> None:
     """Refuse a pickle, with the command that converts it.
 
+    Tensors that lie in a part's own dictionary, as an IP-Adapter's do, are called PART.NAME.
+
     Args:
         converted: the new file's name without its suffix; None: as the pickle's.
     """
@@ -100,6 +102,9 @@ def refuse_pickle(path: Path, converted: str | None = None) -> None:
             f'python -c "import torch, safetensors.torch as s; '
             f"w = torch.load('{path.name}', weights_only=True, map_location='cpu'); "
             f"w = w.get('state_dict', w); "
+            f"w = {{k: v for a, b in w.items() for k, v in "
+            f"({{f'{{a}}.{{c}}': d for c, d in b.items()}} if isinstance(b, dict) else {{a: b}})"
+            f".items()}}; "
             f"s.save_file({{k: v.contiguous() for k, v in w.items() if hasattr(v, 'shape')}}, "
             f"'{path.stem if converted is None else converted}.safetensors')\""
         )

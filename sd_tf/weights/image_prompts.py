@@ -19,7 +19,13 @@ from sd_tf.config import (
 )
 from sd_tf.config.image_prompts import FULL, LINEAR, RESAMPLER, numbered
 from sd_tf.files.objects import read_object
-from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, refuse_pickle
+from sd_tf.files.tensors import (
+    CheckpointError,
+    StoredTensor,
+    open_safetensors,
+    refuse_pickle,
+    shortened,
+)
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import open_component, understood
 from sd_tf.weights.diffusers_config import read_vision_encoder
@@ -77,16 +83,22 @@ def open_image_adapter(path: Path) -> ImageAdapterCheckpoint:
             f"adapter, which needs a face network: {ATTENTION}{min(surplus)}"
         )
     numbers = sorted({int(KEY.fullmatch(name)[1]) for name in attention})
+    if lacking := [
+        f"{ATTENTION}{name}"
+        for number in numbers
+        for letter in "kv"
+        if (name := f"{number}.to_{letter}_ip.weight") not in attention
+    ]:
+        raise CheckpointError(
+            f"{path} is incomplete: keys and values come in pairs, and it lacks "
+            f"{shortened(lacking)}."
+        )
     places = {number: place for place, number in enumerate(numbers)}
     attention = {
         KEY.sub(lambda m: f"ip_adapter.{places[int(m[1])]}.to_{m[2]}_ip.weight", name): tensor
         for name, tensor in attention.items()
     }
-    sizes = [
-        attention[f"ip_adapter.{place}.to_k_ip.weight"].shape
-        for place in places.values()
-        if f"ip_adapter.{place}.to_k_ip.weight" in attention
-    ]
+    sizes = [attention[f"ip_adapter.{place}.to_k_ip.weight"].shape for place in places.values()]
     config = ImageAdapterConfig(
         _projection(projection, path),
         ImageAttentionConfig(tuple(width for width, _ in sizes), sizes[0][1]),
@@ -108,7 +120,7 @@ def _projection(tensors: Tensors, path: Path) -> ImageProjectionConfig:
             raise CheckpointError(f"{path} has no {PROJECTION}{name}, which IP-Adapters have.")
         return tensors[name].shape
 
-    if "proj.weight" in tensors:
+    if "proj.weight" in tensors or "proj.bias" in tensors:
         out, width = shape("proj.weight")
         return ImageProjectionConfig(LINEAR, width, out // LINEAR_TOKENS, LINEAR_TOKENS)
     if "proj.3.weight" in tensors:

@@ -32,6 +32,7 @@ from sd_tf.weights.single_file_names import (
     XL_FIRST,
     XL_SECOND,
     Tensors,
+    shape_of,
     split,
     text_prefixes,
     under,
@@ -85,7 +86,7 @@ def open_file(
             metadata.get(ARCHITECTURE)
         )
     family = _settled(found, family, path)
-    config = read_config(tensors, family)
+    config = read_config(tensors, family, path)
     if prediction == "v" and len(found) == 1:
         config = replace(config, schedule=replace(config.schedule, prediction="v_prediction"))
     config = _with_sampler(config, scheduler).check()
@@ -177,10 +178,10 @@ def _with_ema(tensors: Tensors, path: Path) -> dict[str, StoredTensor]:
     return result
 
 
-def read_config(tensors: Tensors, family: str) -> PipelineConfig:
+def read_config(tensors: Tensors, family: str, path: Path) -> PipelineConfig:
     """Return the family's configuration with the sizes read from the tensors' shapes."""
     named = FAMILIES[family]
-    unet = read_unet(under(tensors, UNET), named.denoiser)
+    unet = read_unet(under(tensors, UNET), named.denoiser, path)
     vae = read_vae(under(tensors, VAE), named.autoencoder)
     text_encoders = {}
     for name, prefix in text_prefixes(named).items():
@@ -188,7 +189,8 @@ def read_config(tensors: Tensors, family: str) -> PipelineConfig:
         text_encoders[name] = read(under(tensors, prefix), named.text_encoders[name])
     if unet.added is not None:
         ids = named.denoiser.added.num_time_ids
-        width = under(tensors, UNET)["label_emb.0.0.weight"].shape[1]
+        name, other = "label_emb.0.0.weight", "add_embedding.linear_1.weight"
+        width = shape_of(name, other, under(tensors, UNET), path)[1]
         pooled = text_encoders["text_encoder_2"].projection_dim
         added = replace(unet.added, pooled_dim=pooled, time_embed_dim=(width - pooled) // ids)
         unet = replace(unet, added=added)
@@ -201,14 +203,17 @@ def read_config(tensors: Tensors, family: str) -> PipelineConfig:
     )
 
 
-def read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
+def read_unet(tensors: Tensors, named: UNetConfig, path: Path) -> UNetConfig:
     """Return a named configuration with the sizes of a UNet, or of its way down and middle."""
     modules, depths = unet_modules(tensors)
     ours = {theirs: block for block, theirs in modules.items()}
-    channels = tuple(
-        tensors[f"{ours[f'down_blocks.{level}.resnets.0']}.out_layers.3.weight"].shape[0]
-        for level in range(len(depths["down_depths"]))
-    )
+
+    def channels_of(level: int) -> int:
+        module = f"down_blocks.{level}.resnets.0"
+        name = f"{ours.get(module, module)}.out_layers.3.weight"
+        return shape_of(name, f"{module}.conv2.weight", tensors, path)[0]
+
+    channels = tuple(channels_of(level) for level in range(len(depths["down_depths"])))
     heads = tuple(
         named.num_heads[0] if not named.linear_projection else max(width // CHANNELS_PER_HEAD, 1)
         for width in channels
@@ -217,7 +222,7 @@ def read_unet(tensors: Tensors, named: UNetConfig) -> UNetConfig:
     condition = tensors.get("time_embed.cond_proj.weight")
     return replace(
         named,
-        in_channels=tensors["input_blocks.0.0.weight"].shape[1],
+        in_channels=shape_of("input_blocks.0.0.weight", "conv_in.weight", tensors, path)[1],
         out_channels=tensors["out.2.weight"].shape[0] if "out.2.weight" in tensors else 4,
         channels=channels,
         num_heads=heads,

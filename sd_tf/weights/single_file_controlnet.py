@@ -13,7 +13,15 @@ from sd_tf.config.original_names import original_names
 from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
 from sd_tf.weights.controlnet import ControlNetCheckpoint
 from sd_tf.weights.single_file import read_unet
-from sd_tf.weights.single_file_names import BUFFERS, UNET, VAE, Tensors, under, unet_names
+from sd_tf.weights.single_file_names import (
+    BUFFERS,
+    UNET,
+    VAE,
+    Tensors,
+    shape_of,
+    under,
+    unet_names,
+)
 
 PREFIX = "control_model."
 # Where a ControlNet is stored with the checkpoint that it was trained on.
@@ -103,11 +111,12 @@ def _config(original: Tensors, tensors: Tensors, path: Path) -> ControlNetConfig
     label = original.get("label_emb.0.0.weight")
     kind = "SDXL" if label is not None else "SD2" if len(projection.shape) == 2 else "SD1"
     named = FAMILIES[FAMILY_OF_KIND[kind]].denoiser
-    trunk = replace(read_unet(original, named), up_depths=(), guidance_embed_dim=None)
+    trunk = replace(read_unet(original, named, path), up_depths=(), guidance_embed_dim=None)
     if label is not None:
         pooled = label.shape[1] - SIZES * SIZE_WIDTH
         trunk = replace(trunk, added=replace(trunk.added, pooled_dim=pooled))
-    widths = [tensors[f"{HINT}conv_in.weight"].shape[0]]
+    first = f"{HINT}conv_in.weight", "input_hint_block.0.weight"
+    widths = [shape_of(*first, tensors, path)[0]]
     while (name := f"{HINT}blocks.{2 * len(widths) - 1}.weight") in tensors:
         widths.append(tensors[name].shape[0])
     pools = path.stem.endswith(POOLING)

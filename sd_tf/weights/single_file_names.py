@@ -49,6 +49,20 @@ def under(tensors: Tensors, prefix: str) -> dict[str, StoredTensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
+def shape_of(name: str, other: str, tensors: Tensors, path: Path) -> tuple[int, ...]:
+    """Return the shape of a tensor that tells a size of the model in a file.
+
+    Args:
+        other: its name in the other layout, of the original's and diffusers'.
+    """
+    if name not in tensors:
+        raise CheckpointError(
+            f"{path} is incomplete: it lacks {name} (in the other layout {other}), which tells a "
+            f"size of the model."
+        )
+    return tensors[name].shape
+
+
 def text_prefixes(config: PipelineConfig) -> dict[str, str]:
     """Map each text encoder to the prefix of its tensors in the file."""
     if "text_encoder_2" not in config.text_encoders:
