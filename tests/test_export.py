@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from sd_tf.checkpoints import make_random
 from sd_tf.components import COMPONENTS
+from sd_tf.components import build as assembling
 from sd_tf.components.build import Component
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig
@@ -23,6 +24,7 @@ from sd_tf.export import ExportOptions, embedded, export, verify
 from sd_tf.files.publish import staging
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
+from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.sampling.packed import pack
 from sd_tf.sampling.tables import steps
@@ -420,6 +422,51 @@ def test_verified_run():
     flow = ScheduleConfig(kind="flow", prediction="flow", sampler="flow_euler")
     assert chosen(schedule, 50) == chosen(flow, 50) == 2
     assert chosen(schedule, 1) == chosen(flow, 1) == 1
+
+
+def test_skip_layer_guidance_is_compared(tmp_path):
+    """Verification reaches the prediction without some blocks, and a call that does without it."""
+    base = FAMILIES["sd3.5-medium"]
+    narrow = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 2, "num_heads": 2}
+    texts = {
+        name: dataclasses.replace(encoder, **narrow, projection_dim=4)
+        for name, encoder in base.clip_encoders.items()
+    }
+    sizes = {"num_layers": 3, "num_heads": 2, "head_dim": 8, "context_dim": 16, "pooled_dim": 8}
+    config = dataclasses.replace(
+        base,
+        text_encoders=texts,
+        denoiser=dataclasses.replace(base.denoiser, **sizes, max_patches=8, dual_layers=(0,)),
+        autoencoder=dataclasses.replace(base.autoencoder, channels=(8, 16), norm_groups=4),
+        zero_tokens=4,
+    ).check()
+    make_random(config, tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+
+    def compared(skip_layers, max_steps, level):
+        denoiser = dataclasses.replace(config.denoiser, skip_layers=skip_layers)
+        own = dataclasses.replace(checkpoint.config, denoiser=denoiser)
+        geometry = geometry_of(own, Fixed(height=16, width=16, max_steps=max_steps))
+        tokens = assembling.empty_tokens_of(checkpoint)
+        part = assembling.component(
+            "diffusion_model", own, geometry, "float32", tokens, checkpoint.build
+        )
+        names = verify.endpoints_for("diffusion_model", own, geometry, level)
+        endpoint = part.endpoints(geometry.shapes.first)[names[0]]
+        specs = {name: tf.TensorSpec(s.shape, s.dtype) for name, s in endpoint.inputs.items()}
+        inputs = verify.sample_inputs(specs, part, level)
+        return names, inputs, verify.eager(endpoint.function, inputs)["latent"]
+
+    for level, calls in (("fast", 1), ("full", 2)):
+        names, inputs, latent = compared((1,), 8, level)
+        assert names == ["segment"]
+        assert (inputs["start"], inputs["stop"]) == (1, 1 + calls)
+        assert 0.01 < 1 / inputs["num_steps"] < 0.2 < 2 / inputs["num_steps"]
+        *_, broken = compared((2,), 8, level)
+        assert psnr(latent, broken, np.ptp(latent)) < verify.FLOORS["float32"]
+    _, inputs, _ = compared((1,), 5, "full")  # too few for a call that leaves out blocks
+    assert (inputs["start"], inputs["stop"], inputs["num_steps"]) == (0, 2, 2)
+    assert compared((), 8, "full")[0] == ["from_noise"]
 
 
 def test_a_denoiser_that_is_told_the_guidance_scale():

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from sd_tf.components.build import Component, component, empty_tokens_of
 from sd_tf.components.describe import origins
-from sd_tf.components.geometry import Geometry, takes_weights
+from sd_tf.components.geometry import Geometry
 from sd_tf.config.rewrites import AS_WRITTEN, Rewrites, in_saved_models
 from sd_tf.export import bundles, verify
 from sd_tf.export.modules import ComponentModule
@@ -55,8 +55,7 @@ def export_component(
     is_compiled = name != "text_encoder" or options.jit_compile_text_encoder
     module = ComponentModule(part, geometry.shapes, rewrites, is_compiled)
     samples = []
-    weighted = takes_weights(checkpoint.config)
-    for endpoint in verify.endpoints_for(name, geometry.shapes, options.verify, weighted):
+    for endpoint in verify.endpoints_for(name, checkpoint.config, geometry, options.verify):
         report(name, f"computing the reference of {endpoint}")
         specs = module.endpoints[endpoint].structured_input_signature[1]
         inputs = verify.sample_inputs(specs, part, options.verify)

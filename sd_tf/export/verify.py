@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from sd_tf.components.build import Component, component, empty_tokens_of
-from sd_tf.components.geometry import Geometry
-from sd_tf.config import FLOAT16, INT8
+from sd_tf.components.geometry import Geometry, takes_weights
+from sd_tf.components.guidance import SKIP_LAST, SKIP_SCALE, guidance_of
+from sd_tf.config import FLOAT16, INT8, PipelineConfig
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import WEIGHTED
 from sd_tf.runtime.controls import SCALES, inputs_of
@@ -24,7 +25,6 @@ from sd_tf.runtime.request import adapter_inputs
 from sd_tf.runtime.reuse import REUSE, figure_name, reuse_input
 from sd_tf.runtime.runner import NO_FURTHER_GUIDANCE, PLAIN
 from sd_tf.runtime.saved_model import SavedModel
-from sd_tf.runtime.shapes import Shapes
 from sd_tf.weights import Checkpoint, layout
 
 # Agreement in dB, below which nothing is published. Export and model are compared in the same
@@ -49,15 +49,36 @@ def run_of(part: Component, level: str) -> dict[str, np.int32]:
     return {"num_steps": np.int32(steps), "scheduler": np.int32(part.default_scheduler)}
 
 
+def skipping_run_of(part: Component, level: str) -> dict[str, np.int32]:
+    """Choose the part of a run to compare where guidance leaves out blocks in early model calls.
+
+    Call 1 does so in the shortest run of more calls than `run_of` has. After it comes, in full, one
+    that does not.
+    """
+    calls = next(iter(part.tables.values())).calls[part.default_scheduler]
+    possible = np.flatnonzero(SKIP_LAST * calls > 100) + 1
+    if not possible.size:  # no call of such an export does
+        bounds = {"first": 0, "start": 0, "stop": STEPS[level]}
+        return {**run_of(part, level), **{name: np.int32(x) for name, x in bounds.items()}}
+    run = {
+        "num_steps": possible[0],
+        "scheduler": part.default_scheduler,
+        "first": 0,
+        "start": 1,
+        "stop": 1 + STEPS[level],
+    }
+    return {name: np.int32(value) for name, value in run.items()}
+
+
 def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) -> dict:
     """Make fixed inputs for an endpoint, in the range of real ones."""
     rng = np.random.default_rng(0)
     known = {
-        **run_of(part, level),
+        **(skipping_run_of if SKIP_SCALE in specs else run_of)(part, level),
         "unconditional_guidance_scale": np.float32(7.5),
         "image_guidance_scale": np.float32(1.5),
         "true_guidance_scale": np.float32(2.0),
-        "skip_layer_guidance_scale": np.float32(2.8),
+        SKIP_SCALE: np.float32(2.8),
         REUSE: np.int32(2),
     }
     nets = specs[SCALES].shape[0] if SCALES in specs else 0
@@ -157,13 +178,21 @@ def storage_figures(
     }
 
 
-def endpoints_for(component: str, shapes: Shapes, level: str, weighted: bool) -> list[str]:
+def endpoints_for(
+    component: str, config: PipelineConfig, geometry: Geometry, level: str
+) -> list[str]:
     """Return the endpoints to compare: one for every shape, or only for the first.
 
-    `weighted`: prompts may have weights, and the text encoder has an endpoint for them.
+    Whole runs are compared, but where only some calls of a long one leave out blocks, those. A text
+    encoder is compared by the endpoint for weights if it has one.
     """
-    wanted = {"diffusion_model": "from_noise", "text_encoder": WEIGHTED if weighted else "encode"}
-    endpoint = wanted.get(component, "serving_default")
+    extra = guidance_of(geometry.guidance, config, geometry.guidance_rescale).extra
+    skips = extra is not None and extra.skips
+    wanted = {
+        "diffusion_model": "segment" if skips else "from_noise",
+        "text_encoder": WEIGHTED if takes_weights(config) else "encode",
+    }
+    endpoint, shapes = wanted.get(component, "serving_default"), geometry.shapes
     compared = {"full": shapes.all, "fast": [shapes.first], "off": []}[level]
     return [shapes.signature(endpoint, shape) for shape in compared]
 
