@@ -36,10 +36,10 @@ def test_engines_in_turn(tmp_path, small_pipelines, capsys, pipeline, engines, b
     assert f"64 px, batch {batch}, float32" in capsys.readouterr().out
 
 
-def test_an_engine_that_is_killed_leaves_the_others_their_figures(
+def test_engines_that_fail_leave_the_others_their_figures(
     tmp_path, small_pipelines, monkeypatch, capsys
 ):
-    """As the system does where one needs more memory than there is."""
+    """One is killed, as where it needs more memory than there is, and one's library is missing."""
     _, folder = small_pipelines("sd3-without-t5")
     ask, asked = Process.ask, []
 
@@ -47,19 +47,24 @@ def test_an_engine_that_is_killed_leaves_the_others_their_figures(
         asked.append((self.job.engine, do))
         if (self.job.engine, do) == ("torch", "load"):
             os.kill(self._process.pid, signal.SIGKILL)
+        if (self.job.engine, do) == ("openvino", "load"):
+            do = "import_nothing"
         return ask(self, do, **arguments)
 
     monkeypatch.setattr(Process, "ask", killing)
     flags = ["--checkpoint", str(folder), "--size", "64", "--calls", "1", "--rounds", "2"]
     places = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "report")]
-    assert main(["bench", "denoisers", *flags, *places, "--engines", "torch"]) == 0
+    assert main(["bench", "denoisers", *flags, *places, "--engines", "torch,openvino"]) == 1
     found = json.loads((tmp_path / "report" / "denoisers.json").read_text())["engines"]
     assert len(found["sd_tf"]["seconds"]) == 2 and found["sd_tf"]["theirs_over_ours"] == 1.0
     label = "diffusers, PyTorch eager"
     reason = f"The system ended the process of {label}, as it does when memory runs out."
     assert found["torch"] == {"label": label, "seconds": [], "failed": reason}
-    assert asked.count(("torch", "load")) == 1
-    assert f"{reason}\n" in capsys.readouterr().out
+    assert "AttributeError: 'Worker' object has no attribute" in found["openvino"]["failed"]
+    said = capsys.readouterr().out
+    for name in ("torch", "openvino"):
+        assert asked.count((name, "load")) == 1
+        assert f"{found[name]['label']}: failed. {found[name]['failed']}\n" in said
 
 
 @pytest.mark.parametrize(

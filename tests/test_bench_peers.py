@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import html.parser
 import json
 import math
@@ -24,7 +25,14 @@ from sd_tf.bench.peers import agreement, apart, folders, report, scaling, target
 from sd_tf.bench.peers.engine import DENOISERS, GUIDANCE, KINDS, OURS, STAGES, Job, NoGpuError
 from sd_tf.bench.peers.engines import kerascv
 from sd_tf.bench.peers.flops import unet_flops
-from sd_tf.bench.peers.measure import ComparisonOptions, Running, Size, full_seconds, measure
+from sd_tf.bench.peers.measure import (
+    ComparisonOptions,
+    Running,
+    Size,
+    failed,
+    full_seconds,
+    measure,
+)
 from sd_tf.bench.peers.process import KilledError, Process, environment
 from sd_tf.bench.plan import BenchError
 from sd_tf.cli.main import main
@@ -490,6 +498,31 @@ def test_jax_replaces_ours_where_tensorflow_sees_no_gpu(tmp_path, monkeypatch, e
     with size._reference(peers):
         assert started == [OURS, "jax"] and peers == ["torch"]
     assert [entry["name"] for entry in size.left_out] == [OURS]
+
+
+def test_a_size_that_fails_leaves_the_others_their_figures(tmp_path, monkeypatch):
+    def measured(size):
+        if size.size == 24:
+            raise KilledError("The system ended the process of ours.")
+        torch = {"label": "PyTorch", "reason": "No memory.", "failed": True}
+        engines = [{"name": OURS, "devices": ["CPU"]}]
+        return {"size": size.size, "engines": engines, "left_out": [torch]}
+
+    monkeypatch.setattr(Size, "measure", measured)
+    options = ComparisonOptions(str(micro_folder()), str(tmp_path), sizes=(16, 24, 32))
+    said = []
+    found = measure(options, said.append)
+    assert [size["size"] for size in found["sizes"]] == [16, 32]
+    killed = "The system ended the process of ours."
+    assert f"24 px failed: {killed}" in said
+    assert failed(found) == {
+        "PyTorch, 16 px": "No memory.",
+        "PyTorch, 32 px": "No memory.",
+        "24 px": killed,
+    }
+    assert report.lost(found) == [f"24 px: failed. {killed}"]
+    with pytest.raises(KilledError, match="ended the process of ours"):
+        measure(dataclasses.replace(options, sizes=(24,)))
 
 
 def test_labels():

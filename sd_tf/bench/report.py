@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,13 @@ STAGES = {
 
 def complete(measured: dict, flags: dict) -> dict:
     """Add the context of the figures: date, flags, hardware, versions."""
-    versions = {"sd_tf": sd_tf.__version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        versions[name] = importlib.metadata.version(name)
     devices = measured["variants"][0]["devices"]
     return {
         "format_version": FORMAT_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "flags": without_folders(flags),
         "hardware": {**hardware(), "devices": devices},
-        "versions": versions,
+        "versions": versions_of(LIBRARIES),
         **measured,
         "variants": [without_folders(variant) for variant in measured["variants"]],
     }
@@ -49,6 +46,17 @@ def without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
         name: Path(value).name if name in PATHS and Path(value or "").is_absolute() else value
         for name, value in values.items()
     }
+
+
+def versions_of(libraries: Iterable[str]) -> dict[str, str]:
+    """Return the versions of sd_tf, of Python and of those libraries that are installed."""
+    found = {"sd_tf": sd_tf.__version__, "python": platform.python_version()}
+    for name in libraries:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def hardware() -> dict:

@@ -35,4 +35,4 @@ def run(options: argparse.Namespace) -> int:
     print("\n" + denoisers.table(results))
     if options.out is not None:
         print(report.write_json(results, options.out, "denoisers"))
-    return 0
+    return int(denoisers.failed(results))

@@ -40,6 +40,6 @@ def run(options: argparse.Namespace) -> int:
     print(report.table(results))
     if options.out is not None:
         print(*report.write(results, options.out, "peers", report.page(results)), sep="\n")
-    for item in failed(results):
-        print(f"sd-tf bench peers: {item['label']} failed. {item['reason']}", file=sys.stderr)
+    for label, reason in failed(results).items():
+        print(f"sd-tf bench peers: {label} failed. {reason}", file=sys.stderr)
     return int(bool(failed(results)))

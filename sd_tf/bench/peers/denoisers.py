@@ -15,7 +15,7 @@ import numpy as np
 from sd_tf.bench.peers import agreement, apart, report
 from sd_tf.bench.peers.engine import CALL, DENOISERS, OURS, Job
 from sd_tf.bench.peers.measure import Progress, versions
-from sd_tf.bench.peers.process import KilledError, Process
+from sd_tf.bench.peers.process import Process
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.report import gigabytes, hardware, machine
 
@@ -50,7 +50,10 @@ class DenoiserOptions:
 
 
 def compare(options: DenoiserOptions, progress: Progress) -> dict:
-    """Time the engines' calls, and compare their outputs with ours."""
+    """Time the engines' calls, and compare their outputs with ours.
+
+    An engine that fails is left out, with its reason; the others go on.
+    """
     options.check()
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -68,10 +71,11 @@ def compare(options: DenoiserOptions, progress: Progress) -> dict:
             progress(f"round {round_ + 1} of {options.rounds}: {found[name]['label']} …")
             try:
                 _measure(name, options, inputs, work, found)
-            except KilledError as error:
+            except BenchError as error:
                 if name == OURS:
                     raise
                 found[name][FAILED] = str(error)
+                progress(f"{found[name]['label']} failed: {error}")
     for record in found.values():
         if FAILED in record:
             continue
@@ -162,11 +166,15 @@ def write_inputs(path: Path, checkpoint: str, size: int) -> dict[str, list[int]]
     return {name: list(value.shape) for name, value in inputs.items()}
 
 
+def failed(results: dict) -> bool:
+    return any(FAILED in record for record in results["engines"].values())
+
+
 def table(results: dict) -> str:
-    lines, failed = [list(HEAD)], []
+    lines, reasons = [list(HEAD)], []
     for record in results["engines"].values():
         if FAILED in record:
-            failed.append(record[FAILED])
+            reasons.append(f"{record['label']}: failed. {record[FAILED]}")
             continue
         seconds = record["seconds"]
         lines.append(
@@ -186,4 +194,4 @@ def table(results: dict) -> str:
         f"One call of the transformer of {results['checkpoint']}, {results['size']} px, "
         f"batch {results['shapes']['latents'][0]}, {results['precision']}."
     )
-    return "\n".join([title, machine(results), "", *report.columns(lines), *failed])
+    return "\n".join([title, machine(results), "", *report.columns(lines), *reasons])

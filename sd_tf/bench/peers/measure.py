@@ -1,8 +1,6 @@
 """Measure our engine and its peers in turn, at each size."""
 
-import importlib.metadata
 import os
-import platform
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-import sd_tf
 from sd_tf.bench.peers import agreement, apart, folders, inputs
 from sd_tf.bench.peers.engine import KINDS, OURS, PEERS, SELDOM, STAGES, Job, NoGpuError
 from sd_tf.bench.peers.flops import unet_flops
 from sd_tf.bench.peers.process import Process
 from sd_tf.bench.plan import BenchError, BenchOptions, why_not_the_same_work
-from sd_tf.bench.report import hardware, without_folders
+from sd_tf.bench.report import hardware, versions_of, without_folders
 from sd_tf.bench.timing import summary
 from sd_tf.runtime.manifest import Manifest
 
@@ -70,14 +67,26 @@ class ComparisonOptions:
 
 
 def measure(options: ComparisonOptions, progress: Progress = lambda text: None) -> dict:
-    """Measure all sizes. A peer that fails is left out, with its reason; the others go on."""
+    """Measure all sizes.
+
+    A peer that fails is left out, with its reason, and so is a size at which our own engine fails;
+    the others go on.
+    """
     options.check()
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     load_average = os.getloadavg()  # before measuring: the load of other programs
     progress("checkpoint …")
     checkpoint = folders.checkpoint(options.checkpoint, work).resolve()
-    sizes = [Size(options, work, checkpoint, size, progress).measure() for size in options.sizes]
+    sizes, errors = [], {}
+    for size in options.sizes:
+        try:
+            sizes.append(Size(options, work, checkpoint, size, progress).measure())
+        except BenchError as error:
+            progress(f"{size} px failed: {error}")
+            errors[size] = error
+    if not sizes:
+        raise next(iter(errors.values()))
     return {
         "format_version": FORMAT_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -88,17 +97,12 @@ def measure(options: ComparisonOptions, progress: Progress = lambda text: None) 
         "load_average": load_average,
         "full_steps": FULL_STEPS,
         "sizes": sizes,
+        "failed_sizes": {f"{size} px": str(error) for size, error in errors.items()},
     }
 
 
 def versions() -> dict[str, str]:
-    found = {"sd_tf": sd_tf.__version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return versions_of(LIBRARIES)
 
 
 class Size:
@@ -360,5 +364,12 @@ def full_seconds(steps: int, draw: dict[str, float]) -> float:
     return draw["seconds"] + (FULL_STEPS - steps) * draw["step_seconds"]
 
 
-def failed(results: dict) -> list[dict]:
-    return [item for size in results["sizes"] for item in size["left_out"] if item["failed"]]
+def failed(results: dict) -> dict[str, str]:
+    """Return why engines and whole sizes failed, by their labels."""
+    engines = {
+        f"{item['label']}, {size['size']} px": item["reason"]
+        for size in results["sizes"]
+        for item in size["left_out"]
+        if item["failed"]
+    }
+    return engines | results["failed_sizes"]

@@ -89,6 +89,6 @@ class Process:
             raise BenchError("\n".join([f"The process ended with status {status}:", *tail]))
         reply = json.loads(line)
         if "error" in reply:
-            kind = NoGpuError if reply["has_no_gpu"] else BenchError
-            raise kind(f"{reply['error']} (log: {self._log})")
+            kind = NoGpuError if reply["kind"] == NoGpuError.__name__ else BenchError
+            raise kind(f"{reply['kind']}: {reply['error']} (log: {self._log})")
         return reply

@@ -74,6 +74,11 @@ def absences(size: dict) -> list[str]:
     ]
 
 
+def lost(results: dict) -> list[str]:
+    """Say which sizes were not measured, and why."""
+    return [f"{size}: failed. {reason}" for size, reason in results["failed_sizes"].items()]
+
+
 def notes(size: dict) -> list[str]:
     return [*device_memory(size), matmul_line(size)]
 
@@ -117,6 +122,8 @@ def table(results: dict) -> str:
         text += ["", *columns(rows), ""]
         for note in (*absences(size), *notes(size)):
             text += textwrap.wrap(note, 100, subsequent_indent="  ")
+    for reason in lost(results):
+        text += ["", *textwrap.wrap(reason, 100, subsequent_indent="  ")]
     if judged := targets.judged(results):
         head = [f"targets, {targets.SIZE} px", "limit", "measured", ""]
         text += ["", *columns([head, *map(judgement, judged)])]
@@ -135,6 +142,7 @@ def page(results: dict) -> str:
         work=work(results),
         setup=setup(results),
         sizes=[_size(size) for size in results["sizes"]],
+        lost=lost(results),
         target_size=targets.SIZE,
         judged=labelled(judged),
     )

@@ -1,7 +1,8 @@
 """`python -m sd_tf.bench.peers.worker JOB`: load one engine and answer requests, line by line.
 
-A request is a line {"do": …}; the reply is its result or {"error": …}. The worker ends at the end
-of its input. Output of libraries goes to the log, which is this process's error output.
+A request is a line {"do": …}; the reply is its result or {"kind": …, "error": …}, the class and the
+message of an error. The worker ends at the end of its input. Output of libraries goes to the log,
+which is this process's error output.
 """
 
 import time
@@ -18,7 +19,7 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from sd_tf.bench.peers.engine import Job, Loaded, NoGpuError  # noqa: E402
+from sd_tf.bench.peers.engine import Job, Loaded  # noqa: E402
 from sd_tf.bench.timing import peak_memory, timed  # noqa: E402
 
 
@@ -44,8 +45,7 @@ class Worker:
             return getattr(self, message.pop("do"))(**message)
         except Exception as error:
             traceback.print_exc()
-            has_no_gpu = isinstance(error, NoGpuError)
-            return {"error": f"{type(error).__name__}: {error}", "has_no_gpu": has_no_gpu}
+            return {"kind": type(error).__name__, "error": str(error)}
 
     def load(self) -> dict:
         """Load the engine; return the seconds since Python started, without those of compiling."""
