@@ -598,6 +598,10 @@ SLICE = ["--sweep", "--topology", "v5e:2x2"]
         (["--sweep", "--height", "60"], "The height is a positive multiple of 8"),
         ([*SLICE, "--num_steps", "101"], "--num_steps is 1…100. Received: 101"),
         ([*SLICE, "--num_steps", "0"], "--num_steps is 1…100. Received: 0"),
+        (
+            ["--sweep", "--topology", "v5e:2x2,v5e:2x4", "--batch_size", "4,8"],
+            "The batch is divided evenly among 8 devices. Received: batch_size=4",
+        ),
         (["--sweep", "--ema"], "--ema is for a checkpoint: give --checkpoint."),
         (["--sweep", "--without", "text_encoder_3"], "text_encoder_3 for the family sd1"),
         (["--sweep", "--max_sequence_length", "9"], "Received: 9 for the family sd1"),
@@ -607,7 +611,9 @@ SLICE = ["--sweep", "--topology", "v5e:2x2"]
 )
 def test_wrong_flags(capsys, flags, message):
     assert main(["jax", "compile", "--family", "sd1", *flags]) == 1
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "devices" not in said.out, "something was begun"
 
 
 # Slices of TPUs

@@ -1,10 +1,10 @@
 """`sd-tf jax compile`: compile a pipeline for this machine, or for a TPU slice elsewhere."""
 
 import argparse
-import itertools
 import time
 
 import jax
+from jax.sharding import Mesh
 
 from sd_tf.cli.arguments import add_json, names, whole_numbers, write_json
 from sd_tf.cli.options import (
@@ -22,7 +22,7 @@ from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig, family_of
 from sd_tf.jax import chips
 from sd_tf.jax import compile as ahead
-from sd_tf.jax.sharding import check_mesh, make_mesh
+from sd_tf.jax.sharding import DATA, check_mesh, make_mesh
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.sampling.tables import steps
 from sd_tf.weights import Checkpoint, t5_readers, with_texts
@@ -82,11 +82,16 @@ def run(options: argparse.Namespace) -> int:
     checkpoint = _checkpoint(options)
     if options.topology:
         _check_estimate(options, checkpoint.config.schedule)
+    meshes = {name: _mesh(options, name) for name in options.topology or [None]}
+    wanted = [
+        (topology, _fixed(options, mesh, batch))
+        for topology, mesh in meshes.items()
+        for batch in options.batch_size or [None]
+    ]
+    for topology, fixed in wanted:  # before anything is compiled
+        check_mesh(meshes[topology], *geometry_of(checkpoint.config, fixed).shapes.batch_sizes)
     results = [
-        _one(options, checkpoint, topology, batch)
-        for topology, batch in itertools.product(
-            options.topology or [None], options.batch_size or [None]
-        )
+        _one(options, checkpoint, topology, meshes[topology], fixed) for topology, fixed in wanted
     ]
     write_json(options.json, results)
     rows = [result["row"] for result in results if result["row"] is not None]
@@ -120,12 +125,15 @@ def _checkpoint(options) -> Checkpoint:
     return Checkpoint(name, name, "shapes alone", config, {}, tokenizers)
 
 
-def _one(options, checkpoint, topology, batch) -> dict:
-    devices = _devices(options.platform, topology)
-    mesh = make_mesh(devices, options.model_axis)
+def _mesh(options, topology: str | None) -> Mesh:
+    return make_mesh(_devices(options.platform, topology), options.model_axis)
+
+
+def _fixed(options, mesh: Mesh, batch: int | None) -> Fixed:
+    """Return what is fixed; without a batch size, it has a picture for each data shard."""
     if batch is None and not options.batch_sizes:
-        batch = len(devices) // options.model_axis
-    fixed = Fixed(
+        batch = mesh.shape[DATA]
+    return Fixed(
         batch_sizes=options.batch_sizes or (batch,),
         height=options.height,
         width=options.width,
@@ -139,8 +147,10 @@ def _one(options, checkpoint, topology, batch) -> dict:
         disabled_rewrites=options.disable_rewrites,
         **chosen(options, PLACES),
     )
-    geometry = geometry_of(checkpoint.config, fixed)
-    shape = geometry.shapes.first
+
+
+def _one(options, checkpoint, topology: str | None, mesh: Mesh, fixed: Fixed) -> dict:
+    shape, devices = geometry_of(checkpoint.config, fixed).shapes.first, list(mesh.devices.flat)
     label = f"{topology or devices[0].device_kind}, {shape.batch_size}"
     print(f"{label}: {family_of(checkpoint.config)}, {len(devices)} devices", flush=True)
     reports, start = {}, time.perf_counter()
@@ -152,7 +162,6 @@ def _one(options, checkpoint, topology, batch) -> dict:
         print(f"[{time.perf_counter() - start:7.1f} s] {name}: {took}", flush=True)
 
     if options.sweep:
-        check_mesh(mesh, shape.batch_size)
         parts = ahead.components(checkpoint, fixed, mesh)
         try:
             for name in chips.runs_of(calls=1):
