@@ -1,6 +1,7 @@
 """ControlNets: their files, the checkpoints that they fit, and the calls that use them."""
 
 import json
+from dataclasses import replace
 
 import diffusers
 import numpy as np
@@ -85,6 +86,26 @@ def test_a_net_that_pools_guesses():
     pooling = manifest(controls=(ControlRecord("shuffle", True),))
     assert read(pooling, control_image=LINES).controls[GUESS]
     assert read(ONE, control_image=LINES, control_guess=True).controls[GUESS]
+
+
+@pytest.mark.parametrize(
+    ("pictures", "scales", "guesses"),
+    [
+        ([LINES, HILLS], [1, 1], True),
+        ([LINES, None], [1, 1], True),
+        ([None, HILLS], [1, 1], False),
+        ([LINES, HILLS], [0, 1], False),
+        ([LINES, HILLS], [0, 0], False),
+    ],
+)
+def test_the_first_net_that_is_on_decides_whether_all_guess(pictures, scales, guesses):
+    both = manifest(controls=(ControlRecord("shuffle", True), ControlRecord("canny", False)))
+    given = {"control_image": pictures, "control_scale": scales}
+    assert read(both, **given).controls[GUESS] == guesses
+    paints = {"image": LINES, "mask": LINES[..., 0]}
+    painter = replace(both, latent_inputs="mask_and_image")
+    assert read(painter, **given, **paints).controls[GUESS] == guesses
+    assert not read(replace(painter, time_ids=6), **given, **paints).controls[GUESS]
 
 
 def test_pictures_share_a_batch_if_they_use_the_same_nets():

@@ -7,7 +7,7 @@ import numpy as np
 
 from sd_tf.runtime.adapter_places import ADAPTER_SCALES, AdapterPlaces
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.capabilities import EDIT, use_of_picture
+from sd_tf.runtime.capabilities import EDIT, PAINT, use_of_picture
 from sd_tf.runtime.controls import calls_of, inputs_of
 from sd_tf.runtime.image_prompts import ImagePrompts, scales_input
 from sd_tf.runtime.manifest import Manifest
@@ -74,10 +74,7 @@ def read_request(manifest: Manifest, call: Call) -> Request:
 
 
 def _controls(manifest: Manifest, call: Call, first: int, calls: int) -> dict[str, np.ndarray]:
-    """Return the inputs for ControlNets, but their pictures; a net without a picture is off.
-
-    Of those that pool, the first one has all guess, as those who made it have it.
-    """
+    """Return the inputs for ControlNets, but their pictures; a net without a picture is off."""
     if not manifest.controls:
         return {}
     if call.control_image is None:
@@ -91,7 +88,18 @@ def _controls(manifest: Manifest, call: Call, first: int, calls: int) -> dict[st
         calls_of(start, end, first, calls)
         for start, end in zip(call.control_start, call.control_end, strict=True)
     ]
-    return inputs_of(scales, shares, call.control_guess or manifest.controls[0].pools)
+    return inputs_of(scales, shares, call.control_guess or _first_pools(manifest, scales))
+
+
+def _first_pools(manifest: Manifest, scales: Sequence[float]) -> bool:
+    """Whether the first net that is on has all guess because it pools, as in diffusers.
+
+    Its pipeline that paints with SDXL does not ask.
+    """
+    if manifest.time_ids and use_of_picture(manifest) == PAINT:
+        return False
+    on = [net for net, scale in zip(manifest.controls, scales, strict=True) if scale]
+    return bool(on) and on[0].pools
 
 
 def _image_prompts(prompts: ImagePrompts, call: Call) -> dict[str, np.ndarray]:
