@@ -4,6 +4,7 @@ import email.utils
 import http.client
 import json
 import random
+import re
 import shutil
 import socket
 import ssl
@@ -235,7 +236,7 @@ def test_the_command_keeps_what_is_finished(light, tmp_path, capsys):
 # The wire
 
 
-def failing(scheme, failures, code="UNAVAILABLE", status=503, **headers):
+def failing(scheme, failures, code="UNAVAILABLE", status=503, said="busy", **headers):
     """A server whose first answers are failures; counts what it is asked to predict."""
     asked = Counter()
 
@@ -245,11 +246,11 @@ def failing(scheme, failures, code="UNAVAILABLE", status=503, **headers):
 
     def before_grpc(context):
         if count():
-            context.abort(grpc.StatusCode[code], "busy")
+            context.abort(grpc.StatusCode[code], said)
 
     def before_http(handler, body):
         if handler.command == "POST" and count():
-            return status, json.dumps({"error": "busy"}), headers
+            return status, json.dumps({"error": said}), headers
         return None
 
     models = served_models()[1]
@@ -339,7 +340,7 @@ def test_retry_after_is_honoured(monkeypatch, quick, light):
 @pytest.mark.parametrize(
     ("code", "status", "mend"),
     [
-        ("UNAUTHENTICATED", 401, "Give token="),
+        ("UNAUTHENTICATED", 401, "Give a token .`SD_TF_TOKEN` for the command"),
         ("INTERNAL", 500, "jit_compile=False"),
         ("INVALID_ARGUMENT", 400, "whose pipeline.json"),
     ],
@@ -353,6 +354,21 @@ def test_nothing_else_is(quick, light, scheme, code, status, mend):
     ):
         tokens(client)
     assert asked["predict"] == 1 and caught.value.code == code
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_too_large_is_not_sent_again(quick, light, scheme):
+    """In gRPC's own words, over HTTP by the status."""
+    said = "Received message larger than max (22 vs. 11)"
+    server, asked = failing(scheme, 99, "RESOURCE_EXHAUSTED", 413, said)
+    message = rf"RESOURCE_EXHAUSTED: {re.escape(said)}. The message is too large .* --max_body"
+    with (
+        server as address,
+        Client(f"{scheme}://{address}", light) as client,
+        pytest.raises(ServerError, match=message),
+    ):
+        tokens(client)
+    assert asked["predict"] == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -378,7 +394,7 @@ def test_deadlines(light, scheme):
     with make(served_models()[1], wait[scheme]) as address:
         start = time.monotonic()
         with Client(f"{scheme}://{address}", light, timeout=0.4) as client:
-            with pytest.raises(ServerError, match=r"DEADLINE_EXCEEDED: .*larger timeout="):
+            with pytest.raises(ServerError, match=r"DEADLINE_EXCEEDED: .*larger `timeout`"):
                 tokens(client)
             assert 0.3 < time.monotonic() - start < 2
         release.set()

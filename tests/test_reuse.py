@@ -15,6 +15,9 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.reuse import ReuseRecord, named_reuses
+from sd_tf.runtime.shapes import Shape
+from sd_tf.serving.client import Client, transports
+from sd_tf.serving.ray_app import settings
 from sd_tf.weights import layout, open_checkpoint
 from tests import micro
 from tests.exports import micro_export, micro_folder, micro_net, pipeline_of, replace_in_micro
@@ -115,6 +118,35 @@ def test_everywhere(folder, pipe, tmp_path, capsys):
     assert field["named"] == [list(one) for one in named(folder).items()]
     assert (status, field["least"], field["most"], field["default"]) == (200, 1, 3, 1)
     assert np.abs(drawn.astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_a_client_of_the_server(folder, pipe, picture, monkeypatch, scheme):
+    """A call has the features in it, for which the server makes room; the first, none."""
+    monkeypatch.setattr(settings, "USUAL_BODY", 0)
+    monkeypatch.setattr(settings, "MORE_BODY", 20_000 if scheme == "grpc" else 1 << 20)
+    sent, send = [], transports.Grpc._send
+
+    def recorded(self, method, request, timeout):
+        if "features" in getattr(request, "inputs", ()):
+            sent.append(request.ByteSize())
+        return send(self, method, request, timeout)
+
+    monkeypatch.setattr(transports.Grpc, "_send", recorded)
+    features = 4 * np.prod(
+        Manifest.read(folder).reuse.shape(Shape(2, 16, 16), pipe.manifest.shapes)
+    )
+    with running_front(folder) as front:
+        address = f"{scheme}://{getattr(front, scheme)}"
+        with Client(address, folder, jit_compile=False) as client:
+            for more in ({}, {"callback": lambda *state: None}):
+                call = {**CALL, "reuse": 2, "control_image": picture}
+                expected = pipe("a star", **call).images.astype(int)
+                assert np.abs(client("a star", **call, **more).images - expected).max() <= 1
+        assert front.front.predictions.most - settings.MORE_BODY > features
+    if scheme == "grpc":
+        whole, first, *others = sent
+        assert whole == first and len(others) == 5 and min(others) > first + features - 100
 
 
 def named(folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
+import numpy as np
 import pytest
 from fastapi.responses import StreamingResponse
 from PIL import Image
@@ -25,7 +26,7 @@ from tensorflow_serving.apis import (
 
 from sd_tf.bench.application import free_ports
 from sd_tf.cli.main import main
-from sd_tf.serving.client import Client, ServerError
+from sd_tf.serving.client import Client, ServerError, transports
 from sd_tf.serving.errors import RefusedError, ServingError
 from sd_tf.serving.ray_app.access import Access, read_key, read_origin
 from sd_tf.serving.ray_app.admission import Room
@@ -184,7 +185,7 @@ def test_grpc_needs_the_key(locked):
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
 def test_our_client_has_the_key(locked, scheme):
     server = f"grpc://{locked.grpc}" if scheme == "grpc" else f"http://{locked.http}"
-    refusal = pytest.raises(ServerError, match=r"UNAUTHENTICATED: .* Give token=")
+    refusal = pytest.raises(ServerError, match=r"UNAUTHENTICATED: .* Give a token")
     with Client(server, micro_export(), jit_compile=False) as client, refusal:
         client("a prompt", num_steps=1)
     with Client(server, micro_export(), jit_compile=False, token=KEY) as client:
@@ -299,6 +300,12 @@ def test_a_message_over_the_limit(locked):
         with pytest.raises(grpc.RpcError) as caught:
             predictions.Predict(request, metadata=key)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        client = transports.Grpc(transports.split(f"grpc://{locked.grpc}"), dict(key), None)
+        large = {"latent": np.arange(1 << 19, dtype="float32")}
+        with pytest.raises(transports.AttemptError, match="larger than max") as refused:
+            client.predict("decoder", 1, "serving_default", large, 60.0)
+        assert not refused.value.is_busy
+        client.close()
         raw = channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
         with pytest.raises(grpc.RpcError) as caught:
             raw(b"\xff\xff", metadata=key)

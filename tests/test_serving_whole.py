@@ -197,6 +197,19 @@ def test_the_client_refuses_what_it_does_not_take(client):
     ):
         with pytest.raises(ValueError, match=f"text_to_image alone.*Received also: {names}"):
             client("a", num_steps=2, **given)
+    assert not client.calls_back
+    with pytest.raises(ValueError, match=r"`callback` is called between .*text_to_image alone"):
+        client("a", num_steps=2, callback=lambda *state: None)
+
+
+def test_the_command_shows_no_progress(addresses, pipe, tmp_path, monkeypatch, capsys):
+    """On a terminal, too: the server draws in one call."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    flags = ["--server", addresses["grpc"], "--export_dir", shaped_export(), "--seed", 3]
+    flags += ["--num_steps", 2, "--nojit_compile", "--out", tmp_path]
+    assert main(["serve", "client", "a", *map(str, flags)]) == 0, capsys.readouterr().err
+    drawn = np.asarray(Image.open(tmp_path / "3.png"))
+    check_pixels(drawn, pipe("a", num_steps=2, seed=3).images[0])
 
 
 def test_the_client_gives_what_an_export_takes_besides(tmp_path):

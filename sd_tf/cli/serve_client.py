@@ -45,5 +45,6 @@ def run(options: argparse.Namespace) -> int:
         timeout=options.timeout,
     ) as client:
         # Progress costs a call for each step, so it is shown on a terminal only.
-        draw(client, wanted, Path(options.out), progress=sys.stderr.isatty())
+        progress = sys.stderr.isatty() and client.calls_back
+        draw(client, wanted, Path(options.out), progress=progress)
     return 0

@@ -19,10 +19,9 @@ from sd_tf.runtime.compile_cache import for_workers
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.errors import ServingError
 from sd_tf.serving.ray_app.access import read_key, read_origin
-from sd_tf.serving.ray_app.settings import Scale, Settings
+from sd_tf.serving.ray_app.settings import MOST_BODY, Scale, Settings
 
 DEFAULTS = Settings(export_dir="")
-MOST_BODY = 2047  # MiB: a message of gRPC is smaller than 2 GiB
 EPILOG = """\
 --replicas diffusion_model=1-4 scales between 1 and 4 with the load, decoder=2 keeps two; the
 deployments are front and the components of the export. On a cluster the export folder and sd_tf
@@ -38,8 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default=DEFAULTS.host, help="for HTTP and gRPC; 0.0.0.0: all interfaces"
     )
-    parser.add_argument("--http_port", type=int, default=DEFAULTS.http_port)
-    parser.add_argument("--grpc_port", type=int, default=DEFAULTS.grpc_port)
+    for name in ("http_port", "grpc_port"):
+        default = getattr(DEFAULTS, name)
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"to listen on (default: {default})"
+        )
     parser.add_argument(
         "--allow_origin",
         action="append",
@@ -51,9 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api_key_file", metavar="FILE", help="its key is needed for all calls over HTTP and gRPC"
     )
     parser.add_argument("--metrics_port", type=int, help="for Prometheus (default: Ray chooses)")
-    for name, unit in (("replicas", "N or MIN-MAX"), ("cpus", "NUMBER"), ("gpus", "NUMBER")):
+    for name, unit, about in (
+        ("replicas", "N or MIN-MAX", "how many of a deployment there are (default: 1)"),
+        ("cpus", "NUMBER", "cores that each of its replicas reserves"),
+        ("gpus", "NUMBER", "GPUs that each of its replicas reserves (default: 0)"),
+    ):
         parser.add_argument(
-            f"--{name}", action="append", default=[], metavar=f"DEPLOYMENT={unit}", type=_pair
+            f"--{name}",
+            action="append",
+            default=[],
+            metavar=f"DEPLOYMENT={unit}",
+            type=_pair,
+            help=f"{about}; may be repeated",
         )
     add_jit_compile(parser)
     add_compile_cache(parser)
@@ -71,7 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_steps", type=int, default=DEFAULTS.num_steps, help="of a call that gives none"
     )
-    parser.add_argument("--guidance_scale", type=float, default=DEFAULTS.guidance_scale)
+    parser.add_argument(
+        "--guidance_scale",
+        type=float,
+        default=DEFAULTS.guidance_scale,
+        help="of a call that gives none",
+    )
     parser.add_argument(
         "--max_queue", type=int, default=DEFAULTS.max_queue, help="the most pictures that wait"
     )
@@ -79,7 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_count", type=int, default=DEFAULTS.max_count, help="the most pictures of a call"
     )
     parser.add_argument(
-        "--max_body", type=int, default=DEFAULTS.max_body, help="MiB of a TensorFlow Serving call"
+        "--max_body",
+        type=int,
+        help="MiB of a TensorFlow Serving call (default: 64, or more where the export needs more)",
     )
     parser.add_argument(
         "--batch_wait", type=float, default=DEFAULTS.batch_wait, help="seconds for a batch to fill"
@@ -99,11 +117,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     settings = read_settings(options)
-    try:
-        import ray
-        from ray import serve
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: pip install 'sd_tf[serve]'.") from error
+    import ray
+    from ray import serve
+
     from sd_tf.serving.ray_app.application import NAME, build, with_scales
     from sd_tf.serving.ray_app.listen import address, check_free
     from sd_tf.serving.ray_app.start import deploy, nodes_of, unplaceable, unused_gpus
@@ -193,7 +209,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
             raise ValueError(f"--{name} is at least 0. Received: {getattr(options, name)}")
     if options.timeout == 0:
         raise ValueError("--timeout is above 0. Received: 0")
-    if options.max_body > MOST_BODY:
+    if options.max_body is not None and options.max_body > MOST_BODY:
         raise ValueError(f"--max_body is at most {MOST_BODY}. Received: {options.max_body}")
     if options.guidance_scale is not None and not math.isfinite(options.guidance_scale):
         raise ValueError(f"--guidance_scale is a number. Received: {options.guidance_scale}")

@@ -29,7 +29,8 @@ class ReuseRecord:
         """Return the part of the state before the first model call; none without reuse."""
         if self.most == 1:
             return {}
-        return {FEATURES: np.zeros(self.shape(shape, shapes), "float32")}
+        # One zero, seen as all of them: the first call computes its own, whatever is here.
+        return {FEATURES: np.broadcast_to(np.float32(0), self.shape(shape, shapes))}
 
 
 def reuse_input(record: ReuseRecord, every: int | None) -> dict[str, np.ndarray]:

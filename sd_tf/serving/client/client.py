@@ -42,27 +42,41 @@ WHOLE_TAKES = (
     *("height", "width", "adapters"),
 )
 
+KEY = "a token (`SD_TF_TOKEN` for the command)"
 MEND = {
     UNAVAILABLE: "Is the server running there, and has it loaded the model?",
-    DEADLINE_EXCEEDED: "Give a larger timeout=...; a model's first call may compile it. "
+    DEADLINE_EXCEEDED: "Give a larger `timeout`; a model's first call may compile it. "
     "TensorFlow Serving's REST API has a limit of its own, --rest_api_timeout_in_ms.",
     "NOT_FOUND": "The server has to serve each component under its name, in that version.",
     "INVALID_ARGUMENT": "Does the server serve the export whose pipeline.json is used here?",
     "FAILED_PRECONDITION": "Does the server serve the export whose pipeline.json is used here?",
-    "UNAUTHENTICATED": "Give token=..., or ca_file=... for a certificate of your own authority.",
-    "PERMISSION_DENIED": "Give token=..., or check the one given.",
-    "RESOURCE_EXHAUSTED": "The server is overloaded, or it limits the size of messages.",
+    "UNAUTHENTICATED": f"Give {KEY}, or a `ca_file` for a certificate of your own authority.",
+    "PERMISSION_DENIED": f"Give {KEY}, or check the one given.",
+    "RESOURCE_EXHAUSTED": "The message is too large for the server, or for a proxy before it: "
+    "start `sd-tf serve ray` with a larger --max_body. Messages are smaller over gRPC than REST.",
 }
-OTHERWISE = "See the server's log. If XLA is switched off in the server, give jit_compile=False."
+BUSY = "The server is overloaded. Try again later, or give it more replicas."
+OTHERWISE = (
+    "See the server's log. If XLA is switched off in the server, give jit_compile=False "
+    "(--nojit_compile)."
+)
 
 
 class ServerError(SdTfError):
     """A call that failed: gRPC's code, the server's message, and which model was called."""
 
-    def __init__(self, code: str, message: str, model: str, server: str, attempts: int = 1):
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        model: str,
+        server: str,
+        attempts: int = 1,
+        is_busy: bool = False,
+    ):
         self.code, self.message, self.model, self.server = code, message, model, server
         tried = f" after {attempts} attempts" if attempts > 1 else ""
-        mend = MEND.get(code, OTHERWISE)
+        mend = BUSY if is_busy else MEND.get(code, OTHERWISE)
         super().__init__(f"{model} at {server}: {code}{tried}: {message}. {mend}")
 
 
@@ -120,6 +134,11 @@ class Client(Chain):
         )
         super().__init__(manifest, [self._remote], tokenizers, time.perf_counter() - start)
 
+    @property
+    def calls_back(self) -> bool:
+        """Whether a call takes a `callback`: not where the server has `text_to_image` alone."""
+        return not self._remote.is_whole
+
     def close(self) -> None:
         self._remote.transport.close()
 
@@ -144,7 +163,12 @@ class ServerRunner(Runner):
 
     def run(self, request: Request, chunk: range, tokens, watch: Watch):
         """Make one batch, with one version of all models."""
-        if self._is_whole:
+        if self.is_whole:
+            if watch.callback is not None:
+                raise ValueError(
+                    f"`callback` is called between calls of the denoiser, and the server has "
+                    f"{TEXT_TO_IMAGE} alone, which makes them all at once. Leave it out."
+                )
             return self._run_whole(request, chunk)
         components = [*NEEDED]
         if request.shared.image is not None:
@@ -160,7 +184,7 @@ class ServerRunner(Runner):
             self._batch.version = None
 
     @functools.cached_property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the server has the model from prompts to files, and not its parts."""
         if TEXT_TO_IMAGE not in self.manifest.components:
             return False
@@ -253,6 +277,6 @@ class ServerRunner(Runner):
                     pause = next(pauses, None)
                 if pause is None or time.monotonic() + pause >= deadline:
                     raise ServerError(
-                        error.code, error.message, component, self.server, attempts
+                        error.code, error.message, component, self.server, attempts, error.is_busy
                     ) from error
             time.sleep(pause)

@@ -20,6 +20,7 @@ import numpy as np
 
 UNAVAILABLE, DEADLINE_EXCEEDED = "UNAVAILABLE", "DEADLINE_EXCEEDED"
 BUSY = 429  # HTTP's status
+TOO_LARGE = "message larger than max"  # in gRPC's own words
 CODE_OF_STATUS = {  # HTTP's status → gRPC's code, the inverse of the server's mapping
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -42,7 +43,7 @@ class AttemptError(Exception):
     """One attempt that failed; `client.ServerRunner` decides whether to try again.
 
     `is_busy` says that the server has no room at the moment, `retry_after` after how many seconds
-    it asks to come back.
+    it asks to come back. Without it, `RESOURCE_EXHAUSTED` says that the message is too large.
     """
 
     def __init__(
@@ -97,7 +98,10 @@ class Grpc:
         request.model_spec.name, request.model_spec.signature_name = model, signature
         request.model_spec.version.value = version
         for name, array in inputs.items():
-            value = tf.make_tensor_proto(array)  # arrays as tensor_content
+            if array.size > 1 and not any(array.strides):  # one value, seen as an array of it
+                value = tf.make_tensor_proto(array.flat[0], shape=array.shape)
+            else:
+                value = tf.make_tensor_proto(array)  # arrays as tensor_content
             request.inputs[name].CopyFrom(value)
         response = self._send(self._stub.Predict, request, timeout)
         return {name: tf.make_ndarray(proto) for name, proto in response.outputs.items()}
@@ -108,7 +112,8 @@ class Grpc:
         try:
             return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            is_busy = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            is_exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            is_busy = is_exhausted and TOO_LARGE not in error.details()
             raise AttemptError(error.code().name, error.details(), is_busy) from error
 
     def close(self) -> None:

@@ -1,16 +1,20 @@
 """The deployment that clients call: pictures, the page, and TensorFlow Serving's API."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
+from sd_tf.errors import SdTfError
 from sd_tf.runtime.capabilities import use_of_picture
+from sd_tf.runtime.manifest import VERSION_FOLDER
 from sd_tf.serving.devices import see_reserved_gpus
 from sd_tf.serving.ray_app.access import Access
 from sd_tf.serving.ray_app.admission import BODIES, Room, Slots
@@ -36,6 +40,8 @@ from sd_tf.serving.ray_app.settings import Settings
 GENERATE_BODY = 24 << 20  # bytes; a body may hold pictures
 READERS = 2  # bodies of POST /generate that are parsed, and their pictures decoded, at once
 READY_WITHIN = 2.0  # seconds
+
+log = logging.getLogger("ray.serve")
 
 GENERATE = {
     "description": "Without `Accept: text/event-stream` the answer is JSON: `images`, each with "
@@ -66,7 +72,7 @@ class Front:
         await self.drawing.begin()
         self.readers = ThreadPoolExecutor(READERS)
         self.arriving = Slots(settings.max_queue)
-        most = settings.max_body << 20
+        most = await asyncio.to_thread(self._most_body)
         self.room = Room(BODIES * max(most, GENERATE_BODY), BODY_WITHIN)
         access = Access(settings.host, settings.allow_origin, settings.api_key_hash)
         self.predictions = Predictions(
@@ -81,6 +87,24 @@ class Front:
         self.images = ImagesApi(self.drawing, settings, self._admit, self.predictions.rest)
         self.http = HttpServer(self._app(access), settings.host, settings.http_port)
         self.grpc = await start_grpc(self.predictions, settings.host, settings.grpc_port)
+
+    def _most_body(self) -> int:
+        """Return how many bytes a TensorFlow Serving call can have."""
+        from sd_tf.serving.tf_serving import signatures
+
+        if self.settings.max_body is not None:
+            return self.settings.most_body(0)
+        folder, manifest = Path(self.settings.export_dir), self.drawing.served.manifest
+        batch_size = manifest.shapes.largest_batch
+        try:
+            needed = max(
+                signatures.largest_call(signatures.read(folder / name / VERSION_FOLDER), batch_size)
+                for name in manifest.parts
+            )
+        except (SdTfError, OSError) as error:  # the replicas serve another export than is there
+            log.warning("a call can have the usual size at most: %s", error)
+            needed = 0
+        return self.settings.most_body(needed)
 
     async def __del__(self) -> None:
         """Let calls in progress finish; Ray calls this before it ends the process."""

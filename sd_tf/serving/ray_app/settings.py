@@ -6,6 +6,10 @@ from typing import Any
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape
 
+# Bytes of a TensorFlow Serving call: as a rule, and beside the numbers of a larger one.
+USUAL_BODY, MORE_BODY = 64 << 20, 1 << 20
+MOST_BODY = 2047  # MiB: a message of gRPC is smaller than 2 GiB
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -38,13 +42,22 @@ class Settings:
     max_queue: int = 64  # pictures that wait in a front, and TensorFlow Serving calls in flight
     batch_wait: float = 0.02  # seconds that an incomplete batch waits for more
     max_count: int = 16  # pictures of one call
-    max_body: int = 64  # MiB of a TensorFlow Serving call
+    max_body: int | None = None  # MiB of a TensorFlow Serving call; None: see `most_body`
     num_steps: int | None = None  # of a call that gives none; None: the export's default
     guidance_scale: float | None = None
     timeout: float = 600.0  # seconds of a call that gives none
     examples: tuple[str, ...] = ()
     watch: float = 2.0  # seconds between checks for a new export; 0: never
     keep_old: float = 60.0  # seconds that an export stays loaded after a newer one was taken up
+
+    def most_body(self, needed: int) -> int:
+        """Return how many bytes a TensorFlow Serving call can have.
+
+        `needed`: what the export's largest call needs, beside its texts and names.
+        """
+        if self.max_body is not None:
+            return self.max_body << 20
+        return min(max(USUAL_BODY, needed + MORE_BODY), MOST_BODY << 20)
 
     def call_defaults(self, manifest: Manifest) -> dict[str, Any]:
         """Return this server's own defaults for parameters of a call, by name."""

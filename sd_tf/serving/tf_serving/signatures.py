@@ -1,8 +1,10 @@
 """Read a SavedModel's signatures from its protobuf, without loading or running it."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import tensorflow as tf
 from google.protobuf.message import DecodeError
 from tensorflow.core.framework import types_pb2
 from tensorflow.core.protobuf import meta_graph_pb2, saved_model_pb2
@@ -51,6 +53,21 @@ def shape(tensor: meta_graph_pb2.TensorInfo) -> tuple[int, ...] | None:
     if tensor.tensor_shape.unknown_rank:
         return None
     return tuple(dim.size for dim in tensor.tensor_shape.dim)
+
+
+def largest_call(graph: meta_graph_pb2.MetaGraphDef, batch_size: int) -> int:
+    """Return how many bytes the numbers have that a signature takes at most.
+
+    `batch_size`: the size of dimensions that are open.
+    """
+    return max(
+        sum(
+            tf.as_dtype(tensor.dtype).size
+            * math.prod(batch_size if size < 0 else size for size in shape(tensor) or ())
+            for tensor in graph.signature_def[name].inputs.values()
+        )
+        for name in names(graph)
+    )
 
 
 def describe(tensor: meta_graph_pb2.TensorInfo) -> str:
