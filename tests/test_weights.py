@@ -411,12 +411,24 @@ def test_the_advised_conversion_works(small_pipelines, tmp_path, monkeypatch):
     np.testing.assert_array_equal(converted["decoder.conv_in.bias"], state["decoder.conv_in.bias"])
 
 
-@pytest.mark.parametrize("variant", [None, "fp16"])
-def test_the_advised_conversion_of_a_component_is_read(folder, variant):
+@pytest.mark.parametrize(
+    ("variant", "shards"),
+    [
+        (None, ["pytorch_model.bin"]),
+        ("fp16", ["pytorch_model.fp16.bin"]),
+        (None, ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]),
+    ],
+    ids=["plain", "fp16", "sharded"],
+)
+def test_the_advised_conversion_of_a_component_is_read(folder, variant, shards):
     part = folder / "text_encoder"
     state = {n: torch.from_numpy(v) for n, v in load_file(part / "model.safetensors").items()}
     (part / "model.safetensors").unlink()
-    torch.save(state, part / ("pytorch_model.bin" if variant is None else "pytorch_model.fp16.bin"))
+    names = sorted(state)
+    for number, shard in enumerate(shards):
+        torch.save({name: state[name] for name in names[number :: len(shards)]}, part / shard)
+    if len(shards) > 1:
+        (part / "pytorch_model.bin.index.json").write_text("{}")
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder).tensors("text_encoder")
     convert(caught.value, part)
@@ -424,6 +436,7 @@ def test_the_advised_conversion_of_a_component_is_read(folder, variant):
     [name] = [name for name in state if name.endswith("final_layer_norm.bias")]
     stored = tensors["text_model.final_layer_norm.bias"]
     np.testing.assert_array_equal(stored.read(), state[name])
+    assert len(tensors) == len([name for name in names if not name.endswith(".position_ids")])
 
 
 def test_index_errors(folder, tmp_path):

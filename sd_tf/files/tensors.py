@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 from sd_tf.errors import SdTfError
 from sd_tf.files.objects import read_object
 
+SHARD = re.compile(r"-\d+-of-\d+")  # in the name of one of several files of a part's weights
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 DTYPES = {
     "F64": np.dtype("float64"),
@@ -90,23 +92,29 @@ def numpy_dtype(name: str) -> np.dtype:
 def refuse_pickle(path: Path, converted: str | None = None) -> None:
     """Refuse a pickle, with the command that converts it.
 
-    Tensors that lie in a part's own dictionary, as an IP-Adapter's do, are called PART.NAME.
+    Tensors that lie in a part's own dictionary, as an IP-Adapter's do, are called PART.NAME. All
+    shards of several become one file.
 
     Args:
         converted: the new file's name without its suffix; None: as the pickle's.
     """
     if path.suffix in PICKLES:
+        load = "torch.load({}, weights_only=True, map_location='cpu')"
+        read, new = load.format(f"'{path.name}'"), path.stem if converted is None else converted
+        if SHARD.search(path.name):
+            shards = f"glob.glob('{SHARD.sub('-*-of-*', path.name)}')"
+            read = f"{{k: v for f in {shards} for k, v in {load.format('f')}.items()}}"
         raise CheckpointError(
             f"{path} is a pickle, which can run any code when it is read; only safetensors and "
             f"HDF5 are loaded. If you trust the file, convert it: "
-            f'python -c "import torch, safetensors.torch as s; '
-            f"w = torch.load('{path.name}', weights_only=True, map_location='cpu'); "
+            f'python -c "import glob, torch, safetensors.torch as s; '
+            f"w = {read}; "
             f"w = w.get('state_dict', w); "
             f"w = {{k: v for a, b in w.items() for k, v in "
             f"({{f'{{a}}.{{c}}': d for c, d in b.items()}} if isinstance(b, dict) else {{a: b}})"
             f".items()}}; "
             f"s.save_file({{k: v.contiguous() for k, v in w.items() if hasattr(v, 'shape')}}, "
-            f"'{path.stem if converted is None else converted}.safetensors')\""
+            f"'{SHARD.sub('', new)}.safetensors')\""
         )
 
 
