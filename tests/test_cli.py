@@ -109,7 +109,9 @@ def leaves(commands, words=()):
 
 
 def test_flags_are_spelled_one_way():
-    """Words with underscores; results go to --out, figures to --json, XLA is --jit_compile."""
+    """Words with underscores, each with a help; results go to --out, figures to --json, XLA is
+    --jit_compile.
+    """
     for words, entry in leaves(main.COMMANDS):
         if words[0] == "jax" or words[1:] == ("memory",):
             continue  # they choose Keras's other backend
@@ -119,6 +121,7 @@ def test_flags_are_spelled_one_way():
             first = (action.option_strings or ["--positional"])[0]
             assert first.startswith("--") and "-" not in first[2:], (words, first)
             assert first not in ("--output", "--output_dir", "--no_xla"), words
+            assert action.help, (words, first)
 
 
 DOCUMENTED = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -171,6 +174,8 @@ def test_a_missing_package_is_named_with_what_installs_it(capsys, monkeypatch):
 
     assert missing("ray", None) == (1, "prog: ray is not installed: pip install 'sd_tf[serve]'\n")
     assert missing("scipy", "train")[1].endswith(": pip install 'sd_tf[train]'\n")
+    assert missing("jax", "train")[1].endswith(": pip install 'sd_tf[jax]'\n")
+    assert missing("jax", "tpu")[1].endswith(": pip install 'sd_tf[tpu]'\n")
     with pytest.raises(ModuleNotFoundError):  # a fault of this package is no advice
         missing("sd_tf.nowhere", None)
 

@@ -1,5 +1,6 @@
 """What is JAX's alone: meshes, compiling ahead of time, slices that are somewhere else."""
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
@@ -21,6 +22,7 @@ from keras import ops
 from PIL import Image
 
 from sd_tf.checkpoints import TINY_FOLDER, make_random
+from sd_tf.cli import jax_compile, jax_generate, train_memory
 from sd_tf.cli.main import main
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, with_kerascv_numerics
@@ -758,6 +760,21 @@ def test_training_that_does_not_fit(monkeypatch, capfd):
     assert "| computed again | 1.00 | 1.00 | 2.00 of 16.9 |" in said
 
 
+def test_what_is_trained_is_estimated(capsys):
+    trained = ["sd1", "sd2-base", "sd2-v", "sdxl-base", "instruct-pix2pix"]
+    trained += ["sd3-medium", "sd3.5-medium", "sd3.5-large"]
+    parser = argparse.ArgumentParser()
+    train_memory.add_arguments(parser)
+    assert next(a.choices for a in parser._actions if a.dest == "family") == trained
+
+
+@pytest.mark.parametrize("command", [jax_compile, jax_generate, train_memory])
+def test_every_flag_has_help(command):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert [action.option_strings for action in parser._actions if not action.help] == []
+
+
 def test_a_row_has_three_digits():
     figures = report(1e9, 14e9, 0.4e12, 12.345e9)
     found = outlook({"update": figures}, CHIPS["v5e"], {"update": 1})
@@ -773,6 +790,7 @@ def test_a_row_has_three_digits():
     [
         (["--family", "sd1", "--topology", "v1:2x2"], "one of v5e, v5p, v6e, and a shape"),
         (["--family", "sd1", "--batch_size", "6"], "divided evenly among 4 devices"),
+        (["--family", "sd1", "--accumulate", "4"], "parts of a batch is divided evenly among 4 d"),
         (["--family", "sd1", "--accumulate", "3"], "--accumulate must divide --batch_size"),
         (["--family", "sd1", "--size", "100"], "--size is a positive multiple of 8"),
     ],

@@ -272,6 +272,11 @@ def test_text_to_image_refuses(tmp_path, captioned, small_pipelines, capsys):
     [
         ({"batch_size": 5}, {}, r"all 2 hosts and must be a multiple of .* Received: 5"),
         ({"batch_size": 6}, {}, r"all 4 devices and must be a multiple of .* Received: 6"),
+        (
+            {"batch_size": 8, "accumulate": 4},
+            {},
+            r"Each of the `accumulate` parts of a batch is divided evenly among 4 .*: 8 / 4",
+        ),
         ({"sample_every": 2}, {}, r"on several, `sample_every` must be 0\. Received: 2"),
         ({}, {"first_timestep": 1000}, r"must be from 0 to 999, the noisiest\. Received: 1000"),
     ],

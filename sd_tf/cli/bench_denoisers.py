@@ -5,15 +5,19 @@ import argparse
 from sd_tf.bench.peers import denoisers, report
 from sd_tf.cli.arguments import names
 from sd_tf.cli.arguments import report as tell
-from sd_tf.cli.bench_options import add_out, add_work, read
-from sd_tf.cli.options import PRECISIONS
+from sd_tf.cli.bench_options import add_out, add_precision, add_work, checkpoint_folder, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = denoisers.DenoiserOptions("")
-    parser.add_argument("--checkpoint", required=True, help="diffusers folder of SD3 or Flux")
+    parser.add_argument(
+        "--checkpoint",
+        type=checkpoint_folder,
+        required=True,
+        help="diffusers folder of SD3 or Flux, or tiny-dit",
+    )
     parser.add_argument("--size", type=int, default=defaults.size, help="pixels (default: 512)")
-    parser.add_argument("--precision", choices=PRECISIONS, default=defaults.precision)
+    add_precision(parser)
     parser.add_argument(
         "--engines",
         type=names,

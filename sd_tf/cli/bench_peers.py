@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=defaults.steps, help="of the timed pictures (default: 4)"
     )
+    parser.add_argument(
+        "--full_steps",
+        type=int,
+        default=defaults.full_steps,
+        help="of the pictures in the report, extrapolated from those (default: 20)",
+    )
     add_work(parser)
     add_out(parser)
 

@@ -12,8 +12,14 @@ from sd_tf.cli.bench_options import add_models, add_out, add_work, read
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = scaling.ScalingOptions()
     add_models(parser)
-    parser.add_argument("--batches", type=whole_numbers, default=defaults.batches)
-    parser.add_argument("--sizes", type=whole_numbers, default=defaults.sizes)
+    for name, about in (("batches", "pictures at once"), ("sizes", "pixels")):
+        default = getattr(defaults, name)
+        parser.add_argument(
+            f"--{name}",
+            type=whole_numbers,
+            default=default,
+            help=f"{about} (default: {','.join(map(str, default))})",
+        )
     parser.add_argument(
         "--grid",
         choices=["cross", "full"],

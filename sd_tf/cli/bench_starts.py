@@ -8,7 +8,7 @@ from sd_tf.cli.arguments import add_export_dir, add_json, write_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_export_dir(parser)
-    parser.add_argument("--num_steps", type=int, default=20)
+    parser.add_argument("--num_steps", type=int, default=20, help="of a call (default: 20)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of the starts (default: 3)")
     parser.add_argument("--calls", type=int, default=9, help="warm calls (default: 9)")
     add_json(parser)

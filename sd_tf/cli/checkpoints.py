@@ -14,9 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write a diffusers folder with seeded random weights, to try and to measure an "
         "architecture without its real weights."
     )
-    parser.add_argument("family", choices=[TINY, *FAMILIES])
+    parser.add_argument("family", choices=[TINY, *FAMILIES], help="whose sizes it has")
     parser.add_argument("folder", type=Path, help="a new folder")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="of the weights (default: float32)",
+    )
     parser.add_argument(
         "--without",
         type=names,

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Make the picture that a ControlNet for edges (canny), scribbles, gray pictures or tiles "
         "follows. Networks for poses, depth and the like are not part of sd_tf."
     )
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=KINDS, help="of control picture")
     parser.add_argument("image", help="a PNG, JPEG, WebP or AVIF file")
     parser.add_argument("--out", help="the PNG to write (default: IMAGE with the kind in its name)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file")

@@ -18,6 +18,8 @@ from types import ModuleType
 from sd_tf.cli.quiet import debugging, silence_libraries
 
 INTERRUPTED = 128 + signal.SIGINT
+# A command's extra and a package that only its `--backend jax` needs → the extra that has that.
+FURTHER_EXTRAS = {("train", "jax"): "jax"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def _installed(extra: str | None) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if debugging() or error.name is None or error.name.startswith("sd_tf"):
             raise
-        how = error.name if extra is None else f"'sd_tf[{extra}]'"
+        needed = FURTHER_EXTRAS.get((extra, error.name), extra)
+        how = error.name if needed is None else f"'sd_tf[{needed}]'"
         raise _MissingError(f"{error.name} is not installed: pip install {how}") from error
 
 

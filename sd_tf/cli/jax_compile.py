@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from dataclasses import replace
 
 import jax
 from jax.sharding import Mesh
@@ -10,6 +11,7 @@ from sd_tf.cli.arguments import add_json, names, whole_numbers, write_json
 from sd_tf.cli.options import (
     ADDITIONS,
     DISABLE_REWRITES,
+    EXPORT,
     OPENING,
     PLACES,
     SEVERAL,
@@ -18,7 +20,7 @@ from sd_tf.cli.options import (
     opened,
 )
 from sd_tf.cli.options import add_arguments as add_options
-from sd_tf.components.geometry import GUIDANCE, PRECISIONS, Fixed, geometry_of
+from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig, family_of
 from sd_tf.jax import chips
 from sd_tf.jax import compile as ahead
@@ -26,6 +28,12 @@ from sd_tf.jax.sharding import DATA, check_mesh, make_mesh
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.sampling.tables import steps
 from sd_tf.weights import Checkpoint, t5_readers, with_texts
+
+EXPORTED = {option.name: option for option in EXPORT}
+AS_EXPORTED = (
+    *("height", "width", "max_steps", "guidance", "guidance_rescale", "prompt_chunks"),
+    "overwrite",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,22 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a TPU slice, like v5e:2x2, that need not be here; several with --sweep",
     )
     parser.add_argument("--batch_size", type=whole_numbers, default=(), help="several with --sweep")
-    parser.add_argument("--height", type=int)
-    parser.add_argument("--width", type=int)
-    add_options(parser, SEVERAL)
-    parser.add_argument("--precision", choices=PRECISIONS, default="bfloat16")
-    add_options(parser, [STORAGE, DISABLE_REWRITES])
-    parser.add_argument("--max_steps", type=int, default=100)
-    parser.add_argument("--guidance", choices=GUIDANCE, default="classifier_free")
-    parser.add_argument("--guidance_rescale", type=float, default=0.0)
-    parser.add_argument(
-        "--prompt_chunks", type=int, default=1, help="chunks of 75 tokens that a prompt may fill"
-    )
-    add_options(parser, [*PLACES, *ADDITIONS])
+    precision = replace(EXPORTED["precision"], default="bfloat16")
+    add_options(parser, [precision, *(EXPORTED[name] for name in AS_EXPORTED)])
+    add_options(parser, [*SEVERAL, STORAGE, DISABLE_REWRITES, *PLACES, *ADDITIONS])
     parser.add_argument("--model_axis", type=int, default=1, help="devices that share one denoiser")
     parser.add_argument("--num_steps", type=int, default=20, help="that the estimate is for")
     parser.add_argument("--out", dest="output_dir", help="folder for the compiled pipeline")
-    parser.add_argument("--overwrite", action="store_true")
     parser.add_argument(
         "--sweep", action="store_true", help="a table over topologies and batches, nothing kept"
     )

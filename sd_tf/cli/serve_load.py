@@ -10,13 +10,21 @@ from sd_tf.serving.load import LoadOptions, measure_load
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = LoadOptions()
     parser.add_argument("--url", default=defaults.url, help="of the application")
-    parser.add_argument("--clients", type=int, nargs="+", default=defaults.clients)
+    parser.add_argument(
+        "--clients",
+        type=int,
+        nargs="+",
+        default=defaults.clients,
+        help="that ask at once; several numbers are measured one after the other",
+    )
     parser.add_argument(
         "--seconds", type=float, default=defaults.seconds, help="for each number of clients"
     )
-    parser.add_argument("--prompt", default=defaults.prompt)
-    parser.add_argument("--num_steps", type=int, default=defaults.num_steps)
-    parser.add_argument("--guidance_scale", type=float, default=defaults.guidance_scale)
+    parser.add_argument("--prompt", default=defaults.prompt, help="of all calls")
+    parser.add_argument("--num_steps", type=int, default=defaults.num_steps, help="of all calls")
+    parser.add_argument(
+        "--guidance_scale", type=float, default=defaults.guidance_scale, help="of all calls"
+    )
     parser.add_argument(
         "--sizes",
         type=sizes,

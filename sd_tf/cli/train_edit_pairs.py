@@ -8,8 +8,13 @@ from sd_tf.cli.arguments import report
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", dest="folder", type=Path, required=True, help="a new folder")
-    parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--split", choices=["train", "held_out"], default="train")
+    parser.add_argument("--count", type=int, required=True, help="pairs to write")
+    parser.add_argument(
+        "--split",
+        choices=["train", "held_out"],
+        default="train",
+        help="which combinations of words occur (default: train)",
+    )
     parser.add_argument(
         "--kinds",
         nargs="+",
@@ -18,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="such as move or shape, which then take turns (default: all kinds alike)",
     )
     parser.add_argument("--size", type=int, default=64, help="pixels")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the scenes (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,7 +9,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measuring(parser)
     add_more_guidance(parser)
     parser.add_argument("--prompts", type=int, default=250, help="in each of the four groups")
-    parser.add_argument("--negative_prompts", action="store_true")
+    parser.add_argument(
+        "--negative_prompts",
+        action="store_true",
+        help="also measure negative prompts that name something else",
+    )
     parser.add_argument("--reuse", type=int, help="as in a call; default: 1")
 
 

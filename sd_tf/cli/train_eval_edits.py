@@ -9,8 +9,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measuring(parser)
     add_more_guidance(parser)
     parser.add_argument("--pairs", type=int, default=500, help="of each split")
-    parser.add_argument("--image_guidance_scale", type=float, default=1.5)
-    parser.add_argument("--more_image_guidance", type=float, nargs="*", default=[], metavar="SCALE")
+    parser.add_argument(
+        "--image_guidance_scale", type=float, default=1.5, help="as in a call (default: 1.5)"
+    )
+    parser.add_argument(
+        "--more_image_guidance",
+        type=float,
+        nargs="*",
+        default=[],
+        metavar="SCALE",
+        help="further image guidance scales to measure",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

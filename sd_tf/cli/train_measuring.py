@@ -9,15 +9,30 @@ from sd_tf.cli.arguments import add_compile_cache, add_export_dir, report
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
     add_export_dir(parser)
-    parser.add_argument("--out", dest="folder", type=Path, default=Path("out/evaluation"))
-    parser.add_argument("--num_steps", type=int, default=20)
-    parser.add_argument("--guidance_scale", type=float, default=4.0)
-    parser.add_argument("--scheduler")
+    parser.add_argument(
+        "--out",
+        dest="folder",
+        type=Path,
+        default=Path("out/evaluation"),
+        help="folder for figures and pictures (default: out/evaluation)",
+    )
+    parser.add_argument("--num_steps", type=int, default=20, help="as in a call (default: 20)")
+    parser.add_argument(
+        "--guidance_scale", type=float, default=4.0, help="as in a call (default: 4)"
+    )
+    parser.add_argument("--scheduler", help="as in a call; default: the export's")
     add_compile_cache(parser)
 
 
 def add_more_guidance(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--more_guidance", type=float, nargs="*", default=[], metavar="SCALE")
+    parser.add_argument(
+        "--more_guidance",
+        type=float,
+        nargs="*",
+        default=[],
+        metavar="SCALE",
+        help="further guidance scales to measure",
+    )
 
 
 def measure(evaluate, kind: type, options: argparse.Namespace) -> int:

@@ -3,28 +3,32 @@
 import argparse
 
 from sd_tf.cli.arguments import report
-from sd_tf.cli.train_run import picture_size
-from sd_tf.config import FAMILIES
-from sd_tf.training.settings import PRECISIONS, Settings
+from sd_tf.cli.train_run import add_precision, picture_size
+from sd_tf.config import FAMILIES, PipelineConfig
+from sd_tf.training.settings import Settings
 from sd_tf.weights import with_texts
-
-TRAINED = [name for name, family in FAMILIES.items() if family.denoiser.conditioner != "flux"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", choices=TRAINED, required=True, help="from shapes alone")
+    from sd_tf.training.memory import is_trained
+
+    trained = [name for name, family in FAMILIES.items() if is_trained(_as_trained(family))]
+    parser.add_argument("--family", choices=trained, required=True, help="from shapes alone")
     parser.add_argument("--topology", required=True, help="a TPU slice, like v5e:2x2")
     parser.add_argument("--size", type=int, help="pixels; default: the family's own")
     parser.add_argument("--batch_size", type=int, required=True, help="of all chips together")
     parser.add_argument("--accumulate", type=int, default=1, help="parts that it is computed in")
-    parser.add_argument("--precision", choices=PRECISIONS, default="mixed_bfloat16")
+    add_precision(parser, "mixed_bfloat16")
+
+
+def _as_trained(family: PipelineConfig) -> PipelineConfig:
+    return with_texts(family, tuple(family.t5_encoders))  # training takes none
 
 
 def run(options: argparse.Namespace) -> int:
     from sd_tf.training import memory
 
-    family = FAMILIES[options.family]
-    config = with_texts(family, tuple(family.t5_encoders))  # training takes none
+    config = _as_trained(FAMILIES[options.family])
     settings = Settings(
         steps=1000,
         batch_size=options.batch_size,

@@ -26,7 +26,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="the run's folder; a run that was stopped goes on from it",
     )
-    parser.add_argument("--backend", choices=["tensorflow", "jax"], default="tensorflow")
+    parser.add_argument(
+        "--backend",
+        choices=["tensorflow", "jax"],
+        default="tensorflow",
+        help="what computes the updates (default: tensorflow); jax: on all of its devices",
+    )
 
 
 def add_pictures(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +85,11 @@ def open_data(
 
 
 def add_train_text_encoder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--train_text_encoder", action="store_true")
+    parser.add_argument(
+        "--train_text_encoder",
+        action="store_true",
+        help="train the text encoders, too, not the denoiser alone",
+    )
 
 
 def add_lora(parser: argparse.ArgumentParser) -> None:
@@ -129,11 +138,25 @@ def add_denoiser(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default=default,
+        help=f"of what is computed; the weights stay float32 (default: {default})",
+    )
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add how to open the checkpoint, how to save what is trained, and `Settings`."""
     add_options(parser, OPENING)
-    parser.add_argument("--save_dtype", choices=["float32", "float16"], default="float32")
-    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
+    parser.add_argument(
+        "--save_dtype",
+        choices=["float32", "float16"],
+        default="float32",
+        help="of what is trained, as it is saved (default: float32)",
+    )
+    add_precision(parser, "float32")
     parser.add_argument(
         "--jit_compile",
         action=Switch,
@@ -152,10 +175,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema_half_life", type=float, help="steps (default: 1000)")
     for field in dataclasses.fields(Settings):
         if field.type in (int, float):
-            required = field.default is dataclasses.MISSING
+            required, about = field.default is dataclasses.MISSING, field.metadata["help"]
             default = None if required else field.default
             parser.add_argument(
-                f"--{field.name}", type=field.type, default=default, required=required
+                f"--{field.name}",
+                type=field.type,
+                default=default,
+                required=required,
+                help=about if required else f"{about} (default: {default})",
             )
 
 

@@ -26,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", required=True, help="any source that `sd-tf weights` reads")
     add_data(parser)
     add_train_text_encoder(parser)
-    parser.add_argument("--caption_dropout", type=float, default=0.1)
+    parser.add_argument(
+        "--caption_dropout",
+        type=float,
+        default=0.1,
+        help="share of examples without a caption, for guidance (default: 0.1)",
+    )
     parser.add_argument(
         "--min_snr",
         action=Switch,

@@ -8,7 +8,7 @@ from sd_tf.cli.train_run import add_run, use_backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=ADAPTERS)
+    parser.add_argument("name", choices=ADAPTERS, help="which one to train")
     add_run(parser)
 
 

@@ -8,7 +8,7 @@ from sd_tf.config import PipelineConfig
 from sd_tf.runtime.pictures import to_model
 from sd_tf.training import world
 from sd_tf.training.data import Source, World
-from sd_tf.training.hosts import ALONE, Host, check_settings, device_count
+from sd_tf.training.hosts import ALONE, Host, check_parts, check_settings, device_count
 from sd_tf.training.order import shuffled
 from sd_tf.training.settings import Settings, TrainingError
 
@@ -158,6 +158,7 @@ def part_of_batch(settings: Settings, host: Host) -> int:
                 f"`batch_size` counts the examples of all {count} {kind} and must be a multiple of "
                 f"that number. Received: {settings.batch_size}"
             )
+    check_parts(settings, device_count())
     return settings.batch_size // host.count
 
 

@@ -73,6 +73,15 @@ def check_settings(settings: Settings, host: Host) -> None:
         )
 
 
+def check_parts(settings: Settings, devices: int) -> None:
+    """Refuse parts of a batch that are not divided evenly among the devices: some would idle."""
+    if settings.batch_size // settings.accumulate % devices:
+        raise TrainingError(
+            f"Each of the `accumulate` parts of a batch is divided evenly among {devices} devices. "
+            f"Received: {settings.batch_size} / {settings.accumulate}"
+        )
+
+
 @contextmanager
 def by_itself() -> Iterator[None]:
     """Build and run models on this host alone inside this context, where there are several.

@@ -14,11 +14,24 @@ from sd_tf.jax import chips
 from sd_tf.jax.compile import figures_of
 from sd_tf.jax.sharding import check_mesh, make_mesh, of_value
 from sd_tf.models import deferred_variables
+from sd_tf.training.conditions import check_trainable
+from sd_tf.training.edit import check_family
+from sd_tf.training.hosts import check_parts
 from sd_tf.training.losses import Denoising, recomputed
-from sd_tf.training.settings import Settings
+from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.step import frozen_of, jax_update, state_of
 from sd_tf.training.trainer import optimizer_for
 from sd_tf.weights.layout import abstract_model
+
+
+def is_trained(config: PipelineConfig) -> bool:
+    """Tell whether a command trains such a denoiser, on captioned pictures or to edit."""
+    check = check_family if config.latent_inputs == "image" else check_trainable
+    try:
+        check(config)
+    except TrainingError:
+        return False
+    return True
 
 
 def compile_update(
@@ -30,7 +43,8 @@ def compile_update(
     average of the weights would add a float32 copy of them.
     """
     mesh = make_mesh(devices)
-    check_mesh(mesh, settings.batch_size // settings.accumulate)
+    check_mesh(mesh, settings.batch_size)
+    check_parts(settings, len(devices))
     denoiser = abstract_model(config.denoiser, settings.precision)
     if settings.gradient_checkpointing:
         recomputed(denoiser)

@@ -22,27 +22,38 @@ class Averaging:
         return round(self.start * steps)
 
 
+def setting(help: str, default=dataclasses.MISSING):
+    """Return a field with the help text of the flag that sets it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of one stage of training."""
 
-    steps: int
-    batch_size: int = 32  # examples of one optimizer update, on all devices together
-    accumulate: int = 1  # parts in which the batch is computed one after another, to save memory
-    learning_rate: float = 1e-4
-    warm_up: int = 500  # steps from zero to the learning rate
-    final_learning_rate: float = 0.0  # where the cosine ends, as a share of the learning rate
-    weight_decay: float = 0.01  # for matrices and kernels; not for norms, biases, embeddings
-    beta_2: float = 0.99
+    steps: int = setting("updates of the weights")
+    batch_size: int = setting("examples of an update, on all devices together", 32)
+    accumulate: int = setting(
+        "parts in which a batch is computed, one after another, to save memory", 1
+    )
+    learning_rate: float = setting("the highest one, after the warm-up", 1e-4)
+    warm_up: int = setting("steps from zero to the learning rate", 500)
+    final_learning_rate: float = setting(
+        "where the cosine ends, as a share of the learning rate", 0.0
+    )
+    weight_decay: float = setting(
+        "AdamW's, for matrices and kernels; norms, biases and embeddings do not decay", 0.01
+    )
+    beta_2: float = setting("AdamW's, for the mean of squared gradients", 0.99)
     clip_norm: float | None = 1.0  # greatest norm of the whole gradient
     averaging: Averaging = Averaging()
     precision: str = "float32"  # float32 | mixed_bfloat16: variables stay float32
     gradient_checkpointing: bool = False  # for the denoiser's blocks: less memory, more time
     jit_compile: bool = True
-    seed: int = 0
-    log_every: int = 20
-    save_every: int = 500
-    sample_every: int = 0  # 0: no sample sheets
+    seed: int = setting("of the examples' order, noise, timesteps and dropped captions", 0)
+    log_every: int = setting("steps between two lines of figures", 20)
+    save_every: int = setting("steps between two states, from which a run goes on", 500)
+    sample_every: int = setting("steps between two sheets of sample pictures; 0: none", 0)
 
     def check(self) -> "Settings":
         """Raise if a value is out of range; return self."""
