@@ -2,8 +2,10 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -148,3 +150,26 @@ def test_public_names():
         assert getattr(sd_tf, name) is not None
     with pytest.raises(AttributeError, match=r"'sd_tf' has no attribute 'nothing'"):
         sd_tf.nothing  # noqa: B018
+
+
+# Pinned for what builds the package, and for what needs them to be of one release.
+BESIDE = {"core": {"setuptools", "wheel"}, "serve": {"pandas"}, "bench": {"jaxlib"}}
+
+
+def required(lines) -> set[str]:
+    names = [re.match(r"\w[\w.-]*", line) for line in lines]  # not comments, nor -r FILE
+    return {name[0].lower().replace("_", "-") for name in names if name}
+
+
+@pytest.mark.parametrize("extra", ["core", "serve", "bench", "test"])
+def test_the_extras_are_what_is_pinned(extra):
+    """What the package requires, and what `make` installs, are the same packages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {"core": project["dependencies"], **project["optional-dependencies"]}
+    includes = {"core": (), "test": ("core", "serve", "bench")}.get(extra, ("core",))
+    pinned, beside = set(), set()
+    for name in (extra, *includes):
+        file = ROOT / "requirements" / f"{name}.txt"
+        pinned |= required(file.read_text(encoding="utf-8").splitlines())
+        beside |= BESIDE.get(name, set())
+    assert required(extras["core"]) | required(extras[extra]) == pinned - beside

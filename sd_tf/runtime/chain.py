@@ -184,7 +184,7 @@ class Chain:
                 replica.put(component, rows, slot * places.rank)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
-        """Decode latents (B, h, w, 4), as a callback gets them, into uint8 pictures."""
+        """Decode latents (B, h, w, C), as a callback gets them, into uint8 pictures."""
         return self._replicas[0].decode(latents)
 
     def preview(self, latents: np.ndarray) -> np.ndarray:

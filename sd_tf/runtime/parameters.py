@@ -282,7 +282,7 @@ class Parameters:
     noise: np.ndarray | None = parameter(
         Kind.ARRAY,
         "Noise",
-        "unit noise (N, h, w, 4) in place of what the seeds give",
+        "unit noise (N, h, w, C) in place of what the seeds give",
         each=True,
         in_python_only=True,
     )

@@ -34,7 +34,7 @@ CALLED = {
 NOTHING = 0  # in place of a picture's key: no picture
 PAINTED = 128  # of 255: from here on a mask says "paint"
 
-# Called on the way with (model calls done, calls in all, latents (B, h, w, 4)); returning False
+# Called on the way with (model calls done, calls in all, latents (B, h, w, C)); returning False
 # ends the batch as it is then.
 Callback = Callable[[int, int, np.ndarray], bool | None]
 
