@@ -1,6 +1,7 @@
 """Control pictures through every door: Python, HTTP, batches, TensorFlow Serving's API."""
 
 import base64
+import contextlib
 import io
 import json
 import subprocess
@@ -8,6 +9,7 @@ import subprocess
 import numpy as np
 import openai
 import pytest
+import tensorflow as tf
 from PIL import Image
 from playwright.sync_api import expect
 
@@ -19,7 +21,7 @@ from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
 from sd_tf.serving.batch.rows import check_rows, check_settings, opened
 from sd_tf.serving.client import Client
-from sd_tf.weights import CheckpointError, open_checkpoint
+from sd_tf.weights import CheckpointError, open_checkpoint, open_controlnet
 from tests.exports import (
     check_equal,
     micro_export,
@@ -76,16 +78,63 @@ def test_the_manifest_names_the_nets():
     assert manifest.verification["diffusion_model"]["saved_model"]["psnr_db"] >= 60
 
 
-def test_a_net_that_is_off_changes_nothing(pipe):
-    """The plain picture is that of an export without nets."""
-    plain = pipeline_of(micro_export())(PROMPT, **CALL).images
-    for off in (
-        {},
-        {"control_image": LINES, "control_scale": 0},
-        {"control_image": [None, None]},
-        {"control_image": LINES, "control_end": 0.3},  # ends within the first of 3 calls
-    ):
-        assert psnr(pipe(PROMPT, **CALL, **off).images, plain, peak=255) >= 100
+ADDING = ("controlnet_down_blocks.", "controlnet_mid_block.", "controlnet_cond_embedding.conv_out.")
+
+
+@contextlib.contextmanager
+def without_numbers(pipe):
+    """Put NaN in place of the biases of the nets' last layers and of their pictures' last one."""
+    model = pipe._replicas[0].component("diffusion_model")
+    session, graph = model._session, model.graph
+    tensors = open_controlnet(micro_net()).tensors
+    biases = {
+        tensors[name].read().tobytes()
+        for name in tensors
+        if name.startswith(ADDING) and name.endswith(".bias")
+    }
+    with graph.as_default():
+        handles = [
+            one.outputs[0]
+            for one in graph.get_operations()
+            if one.type == "VarHandleOp" and one.get_attr("dtype") == tf.float32
+        ]
+        values = session.run(
+            [tf.raw_ops.ReadVariableOp(resource=h, dtype=tf.float32) for h in handles]
+        )
+        found = [(h, x) for h, x in zip(handles, values, strict=True) if x.tobytes() in biases]
+        assert len(found) == 2 * len(biases), "of both nets"
+
+        given = [tf.compat.v1.placeholder(x.dtype, x.shape) for _, x in found]
+        writes = [
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+            for (handle, _), value in zip(found, given, strict=True)
+        ]
+        assign = session.make_callable(tf.group(*writes), given)
+    assign(*(np.full_like(x, np.nan) for _, x in found))
+    try:
+        yield
+    finally:
+        assign(*(x for _, x in found))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["plain", "compiled"])
+def test_a_net_that_is_off_changes_nothing(jit_compile):
+    """It is not even run, or else NaN would come into the picture, at any scale.
+
+    The plain picture is that of an export without nets.
+    """
+    pipe = pipeline_of(steered_export(), jit_compile)
+    plain, own = (one(PROMPT, **CALL).images for one in (pipeline_of(micro_export()), pipe))
+    assert psnr(own, plain, peak=255) >= (50 if jit_compile else 100)
+    with without_numbers(pipe):
+        for off in (
+            {"control_image": LINES, "control_scale": 0},
+            {"control_image": [None, None]},
+            {"control_image": LINES, "control_end": 0.3},  # ends within the first of 3 calls
+        ):
+            np.testing.assert_array_equal(pipe(PROMPT, **CALL, **off).images, own)
+        made = pipe(PROMPT, control_image=LINES, control_scale=[0, 1], **CALL).images
+        assert made.std() == 0, "without a number there is no picture"
     assert psnr(pipe(PROMPT, control_image=LINES, **CALL).images, plain, peak=255) < 40
 
 
