@@ -22,6 +22,22 @@ PROMPTS = ["a red star", "two cats", "", "a boat", "the letter w", "a ring", "ra
 CALL = {"seed": [3, 1, 4, 1, 5, 9, 2, 6], "num_steps": 3}
 
 
+def beside(options: dict) -> dict:
+    """Pictures for the ControlNets and the IP-Adapters of the options, and how much they count."""
+    import numpy as np
+
+    def picture(seed):
+        return np.random.default_rng(seed).integers(0, 256, (64, 64, 3)).astype("uint8")
+
+    given = {}
+    if nets := options.get("controlnet"):
+        given["control_image"] = [picture(seed) for seed in range(len(nets))]
+        given["control_scale"] = [1.0 - 0.3 * number for number in range(len(nets))]
+    if options.get("ip_adapter"):
+        given |= {"image_prompt": picture(10), "image_prompt_scale": 0.7}
+    return given
+
+
 def draw(folder: Path, mesh, **options):
     from sd_tf.jax import JaxPipeline
 
@@ -31,7 +47,7 @@ def draw(folder: Path, mesh, **options):
     for weights in pipe.weights.values():
         for name, weight in weights.items():
             on_first[name.partition(".")[0]] += weight.addressable_shards[0].data.nbytes
-    return pipe(PROMPTS, **CALL).images, on_first
+    return pipe(PROMPTS, **CALL, **beside(options)).images, on_first
 
 
 def one_host(folder: Path, model: int, **options) -> None:

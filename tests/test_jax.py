@@ -40,9 +40,17 @@ from sd_tf.runtime.parameter import CallError
 from sd_tf.training import memory
 from sd_tf.weights import Checkpoint, CheckpointError, layers_of, open_checkpoint
 from tests import micro
-from tests.exports import CONFIG, micro_decoder, micro_folder, micro_xl_folder, small_folder
+from tests.exports import (
+    CONFIG,
+    micro_decoder,
+    micro_folder,
+    micro_net,
+    micro_xl_folder,
+    small_folder,
+)
 from tests.fresh import FRESH, run_python
 from tests.micro_adapters import lora
+from tests.peer_image_prompts import micro_image_adapters
 from tests.peer_pipelines import check_pictures, psnr
 
 pytestmark = [pytest.mark.backend, pytest.mark.jax]
@@ -185,6 +193,18 @@ def test_many_devices(tmp_path):
     one, divided = on_many_devices(tmp_path, small_folder(), 4, scheduler="euler_ancestral")
     # Four devices to a copy: nearly a quarter of the weights on each.
     assert divided["unet"] < 0.35 * one["unet"]
+
+
+@pytest.mark.long
+def test_nets_and_image_prompts_on_many_devices(tmp_path):
+    """Two to a copy: half of the UNet and of each net on each, and all of an adapter."""
+    nets, adapter = [str(micro_net())] * 2, micro_image_adapters() / "base.safetensors"
+    more = {"controlnet": nets, "ip_adapter": [str(adapter)]}
+    one, divided = on_many_devices(tmp_path, micro_folder(), 2, **more)
+    assert {"unet", "controlnet", "controlnet_2", "image_attention"} <= one.keys()
+    for name, whole in one.items():
+        share = 0.6 if name.startswith(("unet", "controlnet")) else 1
+        assert divided[name] <= share * whole, name
 
 
 @pytest.mark.long
@@ -340,6 +360,34 @@ def test_several_shapes_are_compiled_together(shaped, tmp_path, compilations):
     check_pictures(ours, shaped("a", width=width, **call).images)
     with pytest.raises(CallError, match=r"16x16,16x24 \(HxW\)\. Received: width 32"):
         loaded("a", width=32, **call)
+
+
+def test_nets_and_image_prompts_are_compiled_in(tmp_path, compilations):
+    net, adapter = micro_net(), micro_image_adapters() / "base.safetensors"
+    size = {"height": 16, "width": 16, "max_steps": 2, "precision": "float32", "image_prompts": 1}
+    flags = [f"--{name}={value}" for name, value in size.items()]
+    flags += ["--controlnet", str(net), "--ip_adapter", str(adapter)]
+    out, pictures = tmp_path / "out", tmp_path / "pictures"
+    made = ["jax", "compile", "--checkpoint", str(micro_folder()), *flags, "--out", str(out)]
+    assert main(made) == 0
+    given = {}
+    for seed, name in enumerate(("control_image", "image_prompt")):
+        levels = np.random.default_rng(seed).integers(0, 256, (16, 16, 3)).astype("uint8")
+        given[name] = Image.fromarray(levels)
+        given[name].save(tmp_path / f"{name}.png")
+    compilations.clear()
+    call = [f"--{name}={tmp_path}/{name}.png" for name in given]
+    call += ["--num_steps=2", "--seed=3", f"--export_dir={out}", f"--out={pictures}"]
+    assert main(["jax", "generate", "a cat", *call]) == 0
+    assert compilations == []
+    direct = JaxPipeline.from_checkpoint(
+        micro_folder(), batch_size=1, controlnet=[net], ip_adapter=[adapter], **size
+    )
+    theirs = direct("a cat", num_steps=2, seed=3, **given).images
+    check_pictures(np.asarray(Image.open(pictures / "3.png"))[None], theirs)
+    for left_out in given:
+        some = {name: picture for name, picture in given.items() if name != left_out}
+        assert psnr(direct("a cat", num_steps=2, seed=3, **some).images, theirs) < 40, left_out
 
 
 def test_what_compiles_beside_jaxlib_is_compared(tmp_path, monkeypatch):

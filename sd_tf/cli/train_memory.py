@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _as_trained(family: PipelineConfig) -> PipelineConfig:
-    return with_texts(family, tuple(family.t5_encoders))  # training takes none
+    """Leave out SD3's T5, as training does."""
+    is_sd3 = family.denoiser.conditioner == "sd3"
+    return with_texts(family, tuple(family.t5_encoders)) if is_sd3 else family
 
 
 def run(options: argparse.Namespace) -> int:
