@@ -257,6 +257,24 @@ def test_refusals(tmp_path, capsys, small_pipelines):
             prepare(open_checkpoint(folder), PAIRS, micro.SETTINGS, ControlOptions(16))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mid_depth": None}, "beside a UNet with a middle, which diffusers' ControlNets have"),
+        (
+            {"down_depths": ((0, 0), (1,)), "up_depths": ((1, 1), (0, 0, 0))},
+            r"could not be saved\. .* as many resnets at each level\. Received: \[2, 1\]",
+        ),
+    ],
+)
+def test_unets_whose_nets_diffusers_would_not_load(changes, message):
+    """They are refused before anything is built."""
+    checkpoint = open_checkpoint(micro_folder())
+    config = replace(checkpoint.config, denoiser=replace(checkpoint.config.denoiser, **changes))
+    with pytest.raises(TrainingError, match=message):
+        prepare(replace(checkpoint, config=config), PAIRS, micro.SETTINGS, ControlOptions(16))
+
+
 @pytest.mark.long
 def test_the_embedded_nets_recipe(tmp_path):
     """All of it, in small: two stages, whose captions differ, and a net that fits `tiny`."""

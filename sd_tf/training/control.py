@@ -20,7 +20,8 @@ from sd_tf.training.pairs import Pairs
 from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
-from sd_tf.weights import Checkpoint, layout
+from sd_tf.weights import Checkpoint, CheckpointError, layout
+from sd_tf.weights.diffusers_controlnet import write_controlnet
 
 NAME = ControlNetConfig.component
 HINT_CHANNELS = (16, 32, 96, 256)  # as many of them as the autoencoder has levels
@@ -89,6 +90,15 @@ def check_family(config: PipelineConfig) -> None:
             f"edits or paints in pictures: train it on the checkpoint that this one was made from. "
             f"Received: {family}"
         )
+    if denoiser.mid_depth is None:
+        raise TrainingError(
+            "A ControlNet is trained beside a UNet with a middle, which diffusers' ControlNets "
+            "have. Received: a UNet without one"
+        )
+    try:
+        write_controlnet(net_config(config))  # as it will be saved
+    except CheckpointError as error:
+        raise TrainingError(f"This checkpoint's ControlNet could not be saved. {error}") from error
 
 
 def net_config(config: PipelineConfig) -> ControlNetConfig:

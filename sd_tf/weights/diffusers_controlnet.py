@@ -52,15 +52,15 @@ def read_controlnet(raw: Mapping, where: str) -> ControlNetConfig:
 
 def write_controlnet(config: ControlNetConfig) -> dict:
     trunk = write_trunk(config.trunk)
-    resnets = set(trunk["layers_per_block"])
-    if len(resnets) != 1:
+    resnets = trunk["layers_per_block"]
+    if len(set(resnets)) != 1:
         raise CheckpointError(
             f"Diffusers' ControlNets have as many resnets at each level. Received: {resnets}"
         )
     return {
         "_class_name": CLASS,
         **trunk,
-        "layers_per_block": resnets.pop(),
+        "layers_per_block": resnets[0],
         "conditioning_channels": 3,
         "conditioning_embedding_out_channels": list(config.hint_channels),
         "controlnet_conditioning_channel_order": "bgr" if config.hint_is_bgr else "rgb",
