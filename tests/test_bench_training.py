@@ -1,5 +1,6 @@
 """`sd_tf.bench training`: the same loss first, then figures of both."""
 
+import argparse
 import json
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 
 from sd_tf.bench.peers import training
 from sd_tf.bench.plan import BenchError
-from sd_tf.checkpoints import DIT_CONFIG, make_random
+from sd_tf.checkpoints import DIT_CONFIG, DIT_FOLDER, TINY_FOLDER, make_random
+from sd_tf.cli import bench_denoisers, bench_peers, bench_scaling, bench_training
 from sd_tf.cli.main import main
 from tests.exports import micro_folder
 
@@ -40,6 +42,15 @@ def test_updates_in_turn(tmp_path, capsys):
 def test_wrong_flags(flags, message, capsys):
     assert main(["bench", "training", *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [bench_training, bench_denoisers, bench_peers, bench_scaling])
+def test_an_embedded_checkpoint_is_given_by_name(command):
+    """In commands that measure checkpoints, as in those that draw with them."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for given, folder in (("tiny", TINY_FOLDER), ("tiny-dit", DIT_FOLDER), ("a/b", "a/b")):
+        assert parser.parse_args(["--checkpoint", given]).checkpoint == str(folder)
 
 
 def test_only_unets_that_take_latents_and_a_context(tmp_path):
