@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from sd_tf.checkpoints import DIT_FOLDER
 from sd_tf.cli.main import main
 from sd_tf.config.original_names import original_names
 from sd_tf.runtime.call import Call
@@ -340,6 +341,40 @@ def test_what_is_no_net(folder, tmp_path):
         open_controlnet(tmp_path / "old.bin")
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("SD3ControlNetModel", "a ControlNet for SD3"),
+        ("FluxControlNetModel", "a ControlNet for Flux"),
+        ("ControlNetUnionModel", "a ControlNet-Union"),
+        ("ControlNetXSAdapter", "a ControlNet-XS"),
+        ("UNetControlNetXSModel", "a ControlNet-XS"),
+        ("T2IAdapter", "a T2I-Adapter"),
+    ],
+)
+def test_nets_of_other_kinds_are_refused_by_name(tmp_path, capsys, name, what):
+    assert hasattr(diffusers, name)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(CheckpointError, match=f"is {what}: its config.json says {name}. Read are"):
+        open_controlnet(tmp_path)
+    assert main(["weights", str(tmp_path)]) == 1
+    assert f"would not load: {tmp_path} is {what}" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_model():
+    with pytest.raises(CheckpointError, match=r"is not a ControlNet: .* says UNet2DCondition"):
+        open_controlnet(micro_folder() / "unet")
+
+
+def test_transformers_and_refiners_take_none(folder, small_pipelines, tmp_path):
+    with pytest.raises(CheckpointError, match=r"for checkpoints with a UNet\. Received: .* MMDiT"):
+        open_checkpoint(DIT_FOLDER, controlnet=[folder])
+    pipeline, refiner = small_pipelines("sdxl-refiner")
+    diffusers.ControlNetModel.from_unet(pipeline.unet).save_pretrained(tmp_path / "own")
+    with pytest.raises(CheckpointError, match="A ControlNet for this UNet has added conditions"):
+        open_checkpoint(refiner, controlnet=[tmp_path / "own"])
+
+
 def test_weights_describes_it(folder, tmp_path, capsys):
     assert main(["weights", str(folder)]) == 0
     assert "for         SD1, a context of 16 channels" in capsys.readouterr().out
@@ -349,7 +384,7 @@ def test_weights_describes_it(folder, tmp_path, capsys):
     assert "class_embed_type" in capsys.readouterr().err
 
 
-def test_transformers_take_none(folder, capsys, tmp_path):
+def test_editors_take_none(folder, capsys, tmp_path):
     command = ["export", "--checkpoint", "tiny-edit", "--controlnet", str(folder)]
     assert main([*command, "--out", str(tmp_path / "export")]) == 1
     assert "not for checkpoints that edit pictures" in capsys.readouterr().err

@@ -314,3 +314,23 @@ def test_a_controlnet_by_its_id(hub):
     ours, theirs = found.tensors("controlnet"), here.tensors("controlnet")
     assert ours.keys() == theirs.keys()
     assert all((ours[key].read() == theirs[key].read()).all() for key in ours)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["the Hub", "the cache"])
+def test_a_net_of_another_kind_is_refused_before_its_weights_are_fetched(hub, monkeypatch, answers):
+    from huggingface_hub import hf_hub_download
+
+    from sd_tf.weights import CheckpointError, open_controlnet
+    from sd_tf.weights.open import open_small_decoder
+
+    (hub.root / "config.json").write_text(json.dumps({"_class_name": "SD3ControlNetModel"}))
+    (hub.root / "diffusion_pytorch_model.safetensors").write_bytes(b"large")
+    if not answers:
+        hf_hub_download("tiny/sd", "config.json")
+        hub.refusal = (503, "")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"^tiny/sd .*is a ControlNet for SD3: its config"):
+        open_controlnet("tiny/sd")
+    with pytest.raises(CheckpointError, match=r"^tiny/sd .*is not a small decoder: .* SD3Control"):
+        open_small_decoder("tiny/sd")
+    assert set(hub.fetched) == {"config.json"}

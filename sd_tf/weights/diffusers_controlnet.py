@@ -12,17 +12,38 @@ from sd_tf.weights.diffusers_config import Fields, read_trunk, write_trunk
 
 CONFIG = "config.json"
 CLASS = "ControlNetModel"
+# Classes of nets that are not read, and what these are.
+OTHERS = {
+    "SD3ControlNetModel": "a ControlNet for SD3",
+    "FluxControlNetModel": "a ControlNet for Flux",
+    "ControlNetUnionModel": "a ControlNet-Union",
+    "ControlNetModel_Union": "a ControlNet-Union",
+    "ControlNetXSAdapter": "a ControlNet-XS",
+    "UNetControlNetXSModel": "a ControlNet-XS",
+    "T2IAdapter": "a T2I-Adapter",
+}
 SIZES = 6  # numbers of SDXL's size conditioning; no refiner has a ControlNet
 
 
-def is_controlnet_folder(path: Path) -> bool:
-    """Tell whether a folder says that it holds a ControlNet."""
+def class_of(path: Path) -> str | None:
+    """Return the class that a folder's `config.json` says that it holds; None without one."""
     file = path / CONFIG
-    return file.is_file() and read_object(file, CheckpointError).get("_class_name") == CLASS
+    return read_object(file, CheckpointError).get("_class_name") if file.is_file() else None
+
+
+def check_class(raw: Mapping, where: str) -> None:
+    """Refuse what is not a ControlNet that is read, by the class in its `config.json`."""
+    found = raw.get("_class_name")
+    if found != CLASS:
+        what = OTHERS.get(found, "not a ControlNet")
+        raise CheckpointError(
+            f"{where} is {what}: its {CONFIG} says {found}. Read are ControlNets for SD1, SD2 and "
+            f"SDXL, whose {CONFIG} says {CLASS}."
+        )
 
 
 def open_folder(path: Path, variant: str | None = None) -> ControlNetCheckpoint:
-    """Open a folder that `is_controlnet_folder`."""
+    """Open a folder whose class is `CLASS`."""
     file = path / CONFIG
     with understood(file):
         config = read_controlnet(read_object(file, CheckpointError), str(file))

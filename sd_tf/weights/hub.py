@@ -1,6 +1,6 @@
 """Fetch a diffusers repository from the Hugging Face Hub: only the files that will be read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_download
@@ -43,19 +43,26 @@ def fetch(
     )
 
 
-def fetch_model(repo_id: str, inside: str = "", component: str | None = None) -> Path:
+def fetch_model(
+    repo_id: str,
+    inside: str = "",
+    component: str | None = None,
+    check: Callable[[Mapping, str], None] = lambda config, where: None,
+) -> Path:
     """Download a single model, which is not a pipeline: a ControlNet. Return its local folder.
 
     Args:
         inside: the folder in the repository where it lies.
         component: what it is called in a checkpoint; None: as the repository.
+        check: raises if the model is not wanted, before its weights are downloaded. It gets the
+            content of `config.json`, and what a message calls the model.
     """
     name = repo_id if component is None else component
     start = f"{inside}/" if inside else ""
     return _fetched(
         repo_id,
-        lambda: _download_model(repo_id, start, name),
-        lambda reason: _cached_model(repo_id, start, name, reason),
+        lambda: _download_model(repo_id, start, name, check),
+        lambda reason: _cached_model(repo_id, start, name, check, reason),
     )
 
 
@@ -84,7 +91,7 @@ def _fetched(repo_id: str, download: Callable[[], Path], from_cache: Callable) -
         ) from error
 
 
-def _download_model(repo_id: str, start: str, component: str) -> Path:
+def _download_model(repo_id: str, start: str, component: str, check: Callable) -> Path:
     """Download the model whose files' names begin so."""
     siblings = [sibling.rfilename for sibling in HfApi().model_info(repo_id).siblings]
     files = [name.removeprefix(start) for name in siblings if name.startswith(start)]
@@ -92,8 +99,9 @@ def _download_model(repo_id: str, start: str, component: str) -> Path:
         raise CheckpointError(
             f"this is not a model in diffusers' format: it has no {start}{CONFIG}."
         )
-    weights = choose_weights([name for name in files if "/" not in name], component, None)
     folder = Path(hf_hub_download(repo_id, start + CONFIG)).parent
+    check(read_object(folder / CONFIG, CheckpointError), "this")
+    weights = choose_weights([name for name in files if "/" not in name], component, None)
     commit = folder.parents[start.count("/") - 1].name if start else folder.name
 
     def get(name: str) -> Path:
@@ -104,8 +112,11 @@ def _download_model(repo_id: str, start: str, component: str) -> Path:
     return folder
 
 
-def _cached_model(repo_id: str, start: str, component: str, reason: Exception) -> Path:
+def _cached_model(
+    repo_id: str, start: str, component: str, check: Callable, reason: Exception
+) -> Path:
     folder = _cached(repo_id, start + CONFIG, None, reason)
+    check(read_object(folder / CONFIG, CheckpointError), repo_id)
     try:
         weights = choose_weights([path.name for path in folder.iterdir()], component, None)
         if lacking := [

@@ -1,18 +1,19 @@
 """Open a checkpoint of any format: find out what the source is, and choose its reader."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from sd_tf.config import DECODER, FAMILIES, PREVIEW_DECODER, SAMPLERS, VisionEncoderConfig
+from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError, refuse_pickle
 from sd_tf.weights import diffusers_controlnet, single_file_controlnet, small_decoder
 from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
 from sd_tf.weights.diffusers import open_folder
-from sd_tf.weights.diffusers_controlnet import is_controlnet_folder
 from sd_tf.weights.diffusers_pipelines import MODEL_INDEX
 from sd_tf.weights.image_prompts import (
     ENCODER_FOLDER,
@@ -155,7 +156,9 @@ def _encoder_beside(source: str | Path, file: Path) -> Path:
 def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
     """Open a ControlNet: a diffusers folder, a `.safetensors` file, or an id of the Hub."""
     path = Path(source).expanduser()
-    if is_controlnet_folder(path):
+    if (path / diffusers_controlnet.CONFIG).is_file():
+        raw = read_object(path / diffusers_controlnet.CONFIG, CheckpointError)
+        diffusers_controlnet.check_class(raw, str(path))
         return diffusers_controlnet.open_folder(path)
     refuse_pickle(path)
     if path.suffix == ".safetensors" and single_file_controlnet.is_controlnet_file(path):
@@ -166,7 +169,7 @@ def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
             f"{diffusers_controlnet.CLASS}, or a .safetensors file that has "
             f"zero_convs.* or controlnet_down_blocks.*."
         )
-    return _from_hub(source, diffusers_controlnet.open_folder)
+    return _from_hub(source, diffusers_controlnet)
 
 
 def open_small_decoder(source: str | Path) -> SmallDecoderCheckpoint:
@@ -179,23 +182,28 @@ def open_small_decoder(source: str | Path) -> SmallDecoderCheckpoint:
             f"{path} is not a small decoder: give a folder whose {small_decoder.CONFIG} says "
             f"{small_decoder.CLASS}."
         )
-    return _from_hub(source, small_decoder.open_folder)
+    return _from_hub(source, small_decoder)
 
 
-def _from_hub(source: str | Path, open_model: Callable):
-    """Open one model by its id on the Hub, where there is nothing of that name."""
+def _from_hub(source: str | Path, reader: ModuleType):
+    """Open one model by its id on the Hub, where there is nothing of that name.
+
+    Args:
+        reader: the module whose `open_folder` opens it, once `check_class` has let it pass.
+    """
     if not HUB_ID.fullmatch(str(source)):
         raise CheckpointError(f"No such file or folder: {Path(source).expanduser()}")
     from sd_tf.weights import hub
 
-    model = open_model(hub.fetch_model(str(source)))
+    model = reader.open_folder(hub.fetch_model(str(source), check=reader.check_class))
     return replace(model, name=str(source), source=str(source))
 
 
 def is_controlnet(source: str | Path) -> bool:
-    """Tell whether a local source is a ControlNet's folder or file."""
+    """Tell whether a local source is a ControlNet's folder or file, of one that is read or not."""
     path = Path(source).expanduser()
-    return is_controlnet_folder(path) or (
+    known = (diffusers_controlnet.CLASS, *diffusers_controlnet.OTHERS)
+    return diffusers_controlnet.class_of(path) in known or (
         path.suffix == ".safetensors" and single_file_controlnet.is_controlnet_file(path)
     )
 

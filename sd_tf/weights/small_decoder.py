@@ -52,6 +52,14 @@ def is_small_decoder(path: Path) -> bool:
     return file.is_file() and read_object(file, CheckpointError).get("_class_name") == CLASS
 
 
+def check_class(raw: Mapping, where: str) -> None:
+    """Refuse what is not a small decoder, by the class in its `config.json`."""
+    if (found := raw.get("_class_name")) != CLASS:
+        raise CheckpointError(
+            f"{where} is not a small decoder: its {CONFIG} says {found}, not {CLASS}."
+        )
+
+
 def open_folder(path: Path) -> SmallDecoderCheckpoint:
     """Open a folder that `is_small_decoder`."""
     file = path / CONFIG
