@@ -209,9 +209,17 @@ def test_texts_become_values():
         ("guidance_scale", "1e1", 10.0),
         ("original_size", "512x768", (512, 768)),
         ("prompt", "3", "3"),
+        ("control_scale", "0.8,", (0.8, None)),
+        ("control_end", " ,0.5, 1", (None, 0.5, 1.0)),
     ):
         assert known[name].check(known[name].from_text(text)) == value
-    for name, text in (("num_steps", "3.5"), ("guidance_scale", "x"), ("target_size", "1x2x3")):
+    for name, text in (
+        ("num_steps", "3.5"),
+        ("guidance_scale", "x"),
+        ("target_size", "1x2x3"),
+        ("control_scale", ""),
+        ("control_scale", "0.8,x"),
+    ):
         with pytest.raises(CallError, match=rf"{name} is .*Received: '{text}'"):
             known[name].from_text(text)
 

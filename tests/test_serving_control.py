@@ -185,7 +185,7 @@ def test_generate(load_once, pipe, tmp_path, capsys):
     command = ["generate", PROMPT, "--export_dir", str(steered_export()), "--num_steps", "2"]
     command += ["--seed", "3", "--nojit_compile", "--out", str(tmp_path)]
     flags = ["--control_image", str(tmp_path / "lines.png"), "--control_image="]
-    assert main([*command, *flags, "--control_scale", "0.7,1"]) == 0
+    assert main([*command, *flags, "--control_scale", "0.7,"]) == 0
     made = np.asarray(Image.open(tmp_path / "3.png"))
     expected = pipe(PROMPT, control_image=[LINES, None], control_scale=0.7, **CALL).images[0]
     assert psnr(made, expected, peak=255) >= 50
@@ -287,7 +287,7 @@ def test_rows(tmp_path):
     (tmp_path / "text.png").write_text("no picture")
     settings = check_settings({"seed": 0, "num_steps": 2}, manifest)
     entries = [
-        {"prompt": "a", "control_image": "lines.png,", "control_scale": "0.5,1"},
+        {"prompt": "a", "control_image": "lines.png,", "control_scale": "0.5,"},
         {"prompt": "b", "control_image": ["lines.png", "lines.png"]},
         {"prompt": "c", "image": "lines.png", "strength": 0.5},
         {"prompt": "one", "control_image": "lines.png", "control_scale": "0.5"},

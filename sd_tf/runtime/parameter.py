@@ -239,11 +239,15 @@ class Parameter:
         return float(checked) if self.kind is Kind.NUMBER else checked
 
     def from_text(self, text: str) -> Any:
-        """Parse a value from a command line or a cell of a table."""
+        """Parse a value from a command line or a cell of a table.
+
+        In a list of one for each of several models, an empty part is None.
+        """
         parse = PARSERS.get(self.kind, str)
         try:
-            is_list = self.per is not None and "," in text
-            return [parse(part) for part in text.split(",")] if is_list else parse(text)
+            if self.per is not None and "," in text:
+                return [parse(part) if part.strip() else None for part in text.split(",")]
+            return parse(text)
         except (ValueError, KeyError) as error:
             raise self.refusal(text) from error
 
