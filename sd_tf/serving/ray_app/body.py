@@ -212,6 +212,8 @@ def form_fields(
         }
         if known.choices is not None:
             field["choices"] = list(known.choices(manifest))
+        if known.takes_several:
+            field["most_files"] = known.per.most(manifest)
         if known.named is not None:
             field["named"] = list(known.named(manifest).items())
         fields += [field] if known.per is None else _of_models(field, known.per.names(manifest))

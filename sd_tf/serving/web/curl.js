@@ -19,10 +19,13 @@ const ENCODE = [
   "import base64, json, sys",
   "body = json.loads(sys.argv[1])",
   "read = lambda path: base64.b64encode(open(path, 'rb').read()).decode()",
+  "files = {}",
+  "[files.setdefault(name, []).append(read(path))" +
+    " for name, path in zip(sys.argv[2::2], sys.argv[3::2])]",
   "parts = lambda name: name.split('-')", // a list's name has a place behind it
-  "put = lambda into, place, path: into.__setitem__(place, read(path))",
-  "[put(body[parts(name)[0]], int(parts(name)[1]) - 1, path) if '-' in name" +
-    " else put(body, name, path) for name, path in zip(sys.argv[2::2], sys.argv[3::2])]",
+  "put = lambda into, place, all: into.__setitem__(place, all if len(all) > 1 else all[0])",
+  "[put(body[parts(name)[0]], int(parts(name)[1]) - 1, all) if '-' in name" +
+    " else put(body, name, all) for name, all in files.items()]",
   "print(json.dumps(body))",
 ].join("; ");
 
@@ -32,7 +35,8 @@ export function curl({ files = {}, ...parameters }) {
   const all = { ...Object.fromEntries(given), ...lists.empty(Object.keys(files), parameters) };
   const body = quoted(JSON.stringify(all));
   const address = new URL("generate", document.baseURI).href;
-  const sent = Object.entries(files).flat().map(quoted);
+  const of = ([name, paths]) => [paths].flat().flatMap((path) => [name, path]);
+  const sent = Object.entries(files).flatMap(of).map(quoted);
   const send = [
     `curl -sS ${quoted(address)}`,
     "  -H 'content-type: application/json'",

@@ -66,8 +66,9 @@ function fieldOf(field) {
   );
 }
 
-function hint({ kind, help, named, least, most }) {
+function hint({ kind, help, named, least, most, most_files: files }) {
   if (named) return help;
+  if (files > 1) return `up to ${files}, chosen together`;
   if (kind === "whole number") return most === null ? `from ${least}` : `${least} to ${most}`;
   return ["number", "mask", "mixture", "switch"].includes(kind) ? help : "";
 }
@@ -138,19 +139,19 @@ function sizeSelect(field) {
 
 function fileInput(field) {
   const title = sentence(field.help);
-  return element("input", { ...common(field), type: "file", accept: "image/*", title });
+  const several = field.most_files > 1 ? { multiple: "" } : {};
+  return element("input", { ...common(field), type: "file", accept: "image/*", title, ...several });
 }
 
-// A file input with the picture as it is seen: by a ControlNet in the size that is drawn, by an
-// IP-Adapter the middle square.
+// A file input with the pictures as they are seen: by a ControlNet in the size that is drawn, by an
+// IP-Adapter the middle squares.
 function shownFileInput(field) {
   const seen = element("img", {
-    id: `${field.name}-seen`,
     alt: field.is_prompt ? "What is looked at" : "What is followed",
-    hidden: "",
     ...(field.is_prompt ? { class: "square" } : {}),
   });
-  return element("div", { class: "seen" }, fileInput(field), seen);
+  const place = element("div", { class: "seen", id: `${field.name}-seen`, hidden: "" }, seen);
+  return element("div", { class: "shown" }, fileInput(field), place);
 }
 
 function tick(field) {

@@ -7,12 +7,12 @@ const LARGEST = 12 * 2 ** 20; // bytes: a request has its limit
 export const UNREADABLE = `It cannot be read, or is larger than ${LARGEST / 2 ** 20} MB.`;
 
 let known = []; // names of the form's file inputs
-let places = {}; // name → where its picture is shown: the element to hide, and the picture
+let places = {}; // name → the element that shows its pictures
 
 export function setUp(fileNames, onChange) {
   known = fileNames;
-  const seen = known.map((name) => [name, byId(`${name}-seen`)]).filter(([, img]) => img !== null);
-  places = Object.fromEntries(seen.map(([name, img]) => [name, { place: img, img }]));
+  const seen = known.map((name) => [name, byId(`${name}-seen`)]);
+  places = Object.fromEntries(seen.filter(([, place]) => place !== null));
   const others = known.filter((name) => !(name in places));
   const changed = (name) => {
     if (name in places) show(places[name], chosen(name));
@@ -22,7 +22,7 @@ export function setUp(fileNames, onChange) {
     byId(name).addEventListener("change", () => changed(name));
   }
   if (others.length === 0) return;
-  places[others[0]] = { place: byId("given"), img: byId("given-picture") };
+  places[others[0]] = byId("given");
   byId("forget").addEventListener("click", () => {
     for (const name of others) {
       byId(name).value = "";
@@ -32,30 +32,41 @@ export function setUp(fileNames, onChange) {
   });
 }
 
-function chosen(name) {
-  return byId(name).files[0] ?? null;
+const chosen = (name) => [...byId(name).files];
+const isChosen = (name) => chosen(name).length > 0;
+
+// Shows the pictures, each in a copy of the place's first one.
+function show(place, files) {
+  const [first, ...others] = place.querySelectorAll("img");
+  for (const img of [first, ...others]) if (img.src) URL.revokeObjectURL(img.src);
+  for (const img of others) img.remove();
+  first.removeAttribute("src");
+  files.forEach((file, number) => {
+    const img = number === 0 ? first : first.cloneNode();
+    img.src = URL.createObjectURL(file);
+    if (img !== first) place.append(img);
+  });
+  place.hidden = files.length === 0;
 }
 
-function show({ place, img }, file) {
-  if (img.src) URL.revokeObjectURL(img.src);
-  if (file === null) img.removeAttribute("src");
-  else img.src = URL.createObjectURL(file);
-  place.hidden = file === null;
-}
-
-// Returns the chosen pictures in base64, by name; null for one that cannot be read.
+// Returns the chosen pictures in base64, by name: one, or a list of several; null where one cannot
+// be read.
 export async function contents() {
-  const read = known.filter(chosen).map(async (name) => [name, await content(chosen(name))]);
+  const read = known.filter(isChosen).map(async (name) => [name, await content(chosen(name))]);
   return Object.fromEntries(await Promise.all(read));
 }
 
 // Returns the file names of the chosen pictures, by name.
 export function names() {
-  return Object.fromEntries(known.filter(chosen).map((name) => [name, chosen(name).name]));
+  const of = (name) => chosen(name).map((file) => file.name);
+  return Object.fromEntries(known.filter(isChosen).map((name) => [name, of(name)]));
 }
 
-async function content(file) {
-  return file.size > LARGEST ? null : base64(file);
+async function content(files) {
+  if (files.some((file) => file.size > LARGEST)) return null;
+  const read = await Promise.all(files.map(base64));
+  if (read.includes(null)) return null;
+  return read.length === 1 ? read[0] : read;
 }
 
 function base64(file) {

@@ -161,6 +161,8 @@ function problem(field, request) {
   const value = request[field.name];
   if (isFile(field)) {
     if (value === null) return files.UNREADABLE;
+    const isMany = Array.isArray(value) && value.length > field.most_files;
+    if (isMany) return `At most ${field.most_files} pictures.`;
     return field.required && value === undefined ? "Choose a file." : null;
   }
   if (value === undefined) return null;
