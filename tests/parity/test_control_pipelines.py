@@ -1,7 +1,8 @@
 """ControlNets in the loop against the pipelines of diffusers, on both backends.
 
 Every export has two nets, random as their zero convolutions are. A call that gives one of them no
-picture is compared with diffusers' pipeline of the other net alone.
+picture is compared with diffusers' pipeline of the other net alone. The first net beside the
+inpainting checkpoint pools.
 """
 
 import diffusers
@@ -78,7 +79,8 @@ def pair(request, tmp_path_factory):
     pipeline = peers.random_pipeline(request.param, layers_per_block=1)
     # A net of an inpainting UNet takes the noisy latents alone.
     unet = pipeline.unet if request.param != "inpaint" else peers.random_pipeline("sd1", 1).unet
-    nets = [random_net(unet, seed) for seed in (11, 12)]
+    pools = request.param == "inpaint"
+    nets = [random_net(unet, 11, global_pool_conditions=pools), random_net(unet, 12)]
     folder = tmp_path_factory.mktemp(request.param)
     pipeline.save_pretrained(folder / "checkpoint")
     for number, net in enumerate(nets):
@@ -219,9 +221,13 @@ def test_image_to_image_of_sdxl(pair, monkeypatch):
     check_pictures(pictures, reference)
 
 
+@pytest.mark.parametrize("numbers", [[0], [1], [0, 1]], ids=["pooling", "other", "both"])
 @of("inpaint")
-def test_inpainting(pair, monkeypatch):
-    """The nets do not see the mask and the picture beside the noisy latents."""
+def test_inpainting(pair, monkeypatch, numbers):
+    """The nets do not see the mask and the picture beside the noisy latents.
+
+    The net that pools has all guess where it is the first that is on, and only there.
+    """
     kind = diffusers.StableDiffusionControlNetInpaintPipeline
     noise = pair.noise(1)
     pin_noise(monkeypatch, pair.pipeline(kind, 0), noise)
@@ -231,10 +237,12 @@ def test_inpainting(pair, monkeypatch):
     reference, pictures = both(
         pair,
         kind,
-        [0, 1],
+        numbers,
         {"mask_image": Image.fromarray(mask), **pair.size},
         {"mask": mask, "noise": noise},
         "ddim",
         **common,
     )
     check_pictures(pictures, reference)
+    unsteered = pair.ours(num_steps=STEPS, scheduler="ddim", mask=mask, noise=noise, **common)
+    assert psnr(pictures, unsteered.images) < 45, "the nets hardly matter"
