@@ -10,6 +10,7 @@ from PIL import Image
 
 from sd_tf.checkpoints import (
     CONFIG,
+    CONTROLNETS,
     DIT,
     DIT_CONFIG,
     DIT_FOLDER,
@@ -17,6 +18,7 @@ from sd_tf.checkpoints import (
     EDITOR_FOLDER,
     EMBEDDED,
     TINY_FOLDER,
+    embedded_controlnet,
 )
 from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, export
@@ -24,7 +26,7 @@ from sd_tf.export.embedded import SUITED
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
-from sd_tf.training import evaluate, evaluate_edits, world
+from sd_tf.training import evaluate, evaluate_control, evaluate_edits, world
 from sd_tf.training.world.scene import SIZES
 from sd_tf.weights import open_checkpoint
 
@@ -52,6 +54,7 @@ EDITS = 60  # of each split
 EDIT_GUIDANCE = 2.0
 FOLLOWED = {"train": 0.9, "held_out": 0.85}
 ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
+STEERED = {"number of things": 0.95, "place": 0.95, "shape": 0.8, "colour": 0.9}
 DIT_GUIDANCE = SUITED[DIT]["guidance_scale"]
 DIT_FLOORS = {  # of two things it draws the shapes seldom right
     "one thing, seen": {"shape": 0.75, "colour": 0.85, "size": 0.85, "position": 0.9},
@@ -81,6 +84,15 @@ def test_it_is_what_the_recipe_makes():
 def test_none_is_too_large(name):
     size = sum(path.stat().st_size for path in EMBEDDED[name].rglob("*") if path.is_file())
     assert size <= 25 * 2**20
+
+
+@pytest.mark.parametrize("name", CONTROLNETS)
+def test_a_net_is_small_and_fits_the_drawer(name):
+    folder = embedded_controlnet(name)
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 6 * 2**20
+    checkpoint = open_checkpoint(TINY_FOLDER, controlnet=[folder])
+    assert checkpoint.controlnets == (name,)
+    checkpoint.build("controlnet")
 
 
 def test_the_editor_has_what_the_drawer_has():
@@ -174,6 +186,21 @@ def test_it_draws_what_it_is_asked_for(pipe, tmp_path):
     assert content["reconstruction_db"] >= 30.0
     for entry in content["negative_prompts"]:
         assert entry["with"] <= 0.25 * entry["without"], entry
+
+
+@pytest.mark.long
+def test_it_follows_drawings(tmp_path):
+    """With the net, and without it, when the prompt does not say where things are."""
+    checkpoint = open_checkpoint(TINY_FOLDER, controlnet=[embedded_controlnet("drawing")])
+    export(checkpoint, tmp_path / "export", ExportOptions(batch_size=15, verify="off"))
+    options = evaluate_control.ControlEvaluationOptions(drawings=PROMPTS)
+    pipe = Pipeline.load(tmp_path / "export")
+    content = evaluate_control.evaluate(pipe, options, tmp_path)
+    for group, record in content["groups"].items():
+        for attribute, floor in STEERED.items():
+            assert record["attributes"][attribute] >= floor, (group, attribute)
+        without = content["without"][group]
+        assert without["attributes"]["place"] <= 0.4 and without["all_right"] <= 0.3, group
 
 
 @pytest.mark.long
