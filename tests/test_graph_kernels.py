@@ -149,14 +149,26 @@ def test_places_for_adapters_are_refused_then(monkeypatch, load):
     load(adapted_export())
 
 
-@pytest.mark.parametrize(("flags", "told"), [("avx2 avx512f", True), ("avx512_bf16", False)])
+@pytest.mark.parametrize(
+    ("flags", "told"), [("avx2 avx512f", True), ("avx512_bf16", False), ("asimd i8mm bf16", False)]
+)
 def test_a_processor_without_bfloat16_is_told(monkeypatch, tmp_path, caplog, flags, told):
     (tmp_path / "cpuinfo").write_text(f"flags : fpu {flags} sse\n")
     monkeypatch.setattr(graph_kernels, "PROCESSOR", tmp_path / "cpuinfo")
     Pipeline.load(micro_export())
     assert "bfloat16" not in caplog.text
     Pipeline.load(bfloat16_export())
-    assert ("Export with --precision float32" in caplog.text) is told
+    assert ("export with --precision float32" in caplog.text) is told
     caplog.clear()
     Pipeline.load(bfloat16_export(), jit_compile=False)
     assert "bfloat16" not in caplog.text
+    # An export for such a CPU is told at once, here before it is refused.
+    for options, is_meant in ((SIZE, True), ({**SIZE, "target": "gpu"}, False)):
+        with pytest.raises(ExportError, match=r"exists\. Choose another"):
+            export(
+                open_checkpoint(micro_folder()),
+                micro_export(),
+                ExportOptions(**options, precision="bfloat16", verify="off"),
+            )
+        assert ("export with --precision float32" in caplog.text) is (told and is_meant)
+        caplog.clear()

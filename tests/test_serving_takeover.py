@@ -12,6 +12,7 @@ import pytest
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
 from sd_tf.runtime.call import Call
+from sd_tf.runtime.graph_kernels import KEEPS_WEIGHTS
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.shapes import Shapes
@@ -216,6 +217,32 @@ def test_an_export_with_other_components(folder):
         again = Takeover(folder, taking.models, lambda *_: None)
         await again.begin()  # as a front that takes the place of one that died
         assert again.served.digest == taking.served.digest
+
+    asyncio.run(run())
+
+
+def test_places_for_adapters_after_fixed_weights(folder, monkeypatch):
+    """A process that took weights for fixed does so to its end, so it is not asked again."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(takeover, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def run():
+        model = Handle(replica(folder))
+        taking = Takeover(folder, everywhere(folder, model), lambda *_: None)
+        await taking.begin()
+        monkeypatch.setenv(KEEPS_WEIGHTS, "1")  # as an export in bfloat16 on a CPU does
+        manifest = Manifest.read(folder)
+        places = dataclasses.replace(manifest.adapters, slots=2)
+        dataclasses.replace(manifest, adapters=places).write(folder)
+        message = r"so the one before it is: It has places for .*\. Start the application again\."
+        for clock.now in (0.0, 1e6):
+            with pytest.raises(TakeoverError, match=message):
+                await taking.change()
+        assert [name for name, *_ in model.calls].count("load") == 1
+        change(folder, 1)  # another export, which is tried
+        with pytest.raises(TakeoverError, match=message):
+            await taking.change()
+        assert [name for name, *_ in model.calls].count("load") == 2
 
     asyncio.run(run())
 

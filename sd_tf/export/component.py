@@ -142,12 +142,16 @@ def _part(
     )
 
 
+def lowering_of(options: ExportOptions) -> tuple[str, Rewrites]:
+    """Return the target, and the rewrites for it of a component that is rewritten."""
+    target = best_device() if options.target is None else options.target
+    return target, in_saved_models(target, options.precision, options.disabled_rewrites)
+
+
 def _lowering(part: Component, options: ExportOptions) -> tuple[str, Rewrites]:
     """Choose the target, and the rewrites for it."""
-    target = best_device() if options.target is None else options.target
-    if not part.is_rewritten:
-        return target, AS_WRITTEN
-    return target, in_saved_models(target, options.precision, options.disabled_rewrites)
+    target, rewrites = lowering_of(options)
+    return target, rewrites if part.is_rewritten else AS_WRITTEN
 
 
 def _save(module: tf.Module, path: Path) -> tuple[str, ...]:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from sd_tf.components.build import EVERY_COMPONENT, component_names
 from sd_tf.components.describe import manifest_of, origins
-from sd_tf.export.component import Report, export_component, export_text_to_image
+from sd_tf.export.component import Report, export_component, export_text_to_image, lowering_of
 from sd_tf.export.options import ExportOptions, check
 from sd_tf.export.replacement import check_conditions, kept_from, merged
 from sd_tf.files.publish import link, staging
+from sd_tf.runtime.graph_kernels import tell_software
 from sd_tf.runtime.manifest import (
     FILE_NAME,
     TEXT_TO_IMAGE,
@@ -30,6 +31,9 @@ def export(
     target = Path(output_dir)
     geometry, wanted = check(checkpoint, options)
     known = component_names(checkpoint.config)
+    _, rewrites = lowering_of(options)
+    if rewrites.graph_kernels:
+        tell_software()
     manifest = manifest_of(
         checkpoint,
         geometry,

@@ -12,9 +12,13 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 REWRITE = "graph_kernels"  # of `config.rewrites`
 KEEPS_WEIGHTS = "TF_ONEDNN_ASSUME_FROZEN_WEIGHTS"  # read once, when a process first computes
 PROCESSOR = Path("/proc/cpuinfo")
-TAKES_BFLOAT16 = ("avx512_bf16", "amx_bf16")
+TAKES_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is ARM's
 
 logger = logging.getLogger(__name__)
+
+
+class FixedWeightsError(ExportError):
+    """An export whose weights may change, in a process that takes all weights for fixed."""
 
 
 def is_in_graph(manifest: Manifest, component: str) -> bool:
@@ -37,7 +41,7 @@ def check_weights_change(manifest: Manifest) -> None:
     """Refuse an export with places for adapters where kernels would not see them filled."""
     keeps = os.environ.get(KEEPS_WEIGHTS, "0").lower() not in ("", "0", "false")
     if manifest.adapters.slots and keeps:
-        raise ExportError(
+        raise FixedWeightsError(
             f"The export has places for adapters, which change its weights, and {KEEPS_WEIGHTS} "
             f"says that none change in this process: unset it, or load the export in another "
             f"process."
@@ -45,13 +49,18 @@ def check_weights_change(manifest: Manifest) -> None:
 
 
 def tell_widening(manifest: Manifest) -> None:
-    """Log a warning if this processor computes bfloat16 in software."""
-    if not any(is_in_graph(manifest, name) for name in manifest.parts):
-        return
+    """Log a warning if this processor computes an export's bfloat16 in software."""
+    if any(is_in_graph(manifest, name) for name in manifest.parts):
+        tell_software()
+
+
+def tell_software() -> None:
+    """Log a warning if this processor has no instructions for bfloat16, as far as is known."""
     flags = PROCESSOR.read_text().split() if PROCESSOR.is_file() else TAKES_BFLOAT16
     if not set(TAKES_BFLOAT16) & set(flags):
         logger.warning(
             "The export computes in bfloat16 on the CPU, and this one has no instructions for it "
-            "(%s): float32 is faster here. Export with --precision float32.",
+            "(%s): it does so in software. float32 is faster here: export with "
+            "--precision float32.",
             " or ".join(TAKES_BFLOAT16),
         )

@@ -113,8 +113,9 @@ class Grpc:
             return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             is_exhausted = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            is_busy = is_exhausted and TOO_LARGE not in error.details()
-            raise AttemptError(error.code().name, error.details(), is_busy) from error
+            message = error.details() or ""
+            is_busy = is_exhausted and TOO_LARGE not in message
+            raise AttemptError(error.code().name, message, is_busy) from error
 
     def close(self) -> None:
         self._channel.close()

@@ -20,7 +20,7 @@ from sd_tf.runtime.png import metadata, png_bytes
 from sd_tf.runtime.request import read_request
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Batcher, BusyError, Job
-from sd_tf.serving.ray_app.models import StaleError
+from sd_tf.serving.ray_app.models import RestartError, StaleError
 from sd_tf.serving.ray_app.remote import LOST, RayRunner
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.ray_app.takeover import Served, Takeover, TakeoverError, said
@@ -223,7 +223,7 @@ def _explained(error: Exception) -> tuple[int, str]:
         return 503, "The models cannot be reached at the moment. Try again later."
     if isinstance(error, RefusedError):
         return error.status, error.message
-    if isinstance(error, StaleError | TakeoverError | ExportError):
+    if isinstance(error, StaleError | RestartError | TakeoverError | ExportError):
         return 503, said(error)
     return (422 if isinstance(error, CallError) else 500), said(error)
 

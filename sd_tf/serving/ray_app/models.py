@@ -23,6 +23,10 @@ class StaleError(SdTfError):
     """The export that a call names is not loaded, and is not the one in the folder."""
 
 
+class RestartError(SdTfError):
+    """An export that the application cannot serve before it is started again."""
+
+
 class ModelReplica:
     """Loads the component, compiles the signatures that will be called, and answers calls.
 
@@ -134,11 +138,20 @@ class ModelReplica:
 
     def _load(self, digest: str):
         from sd_tf.runtime.compile_cache import publish
-        from sd_tf.serving.tf_serving import predict
+        from sd_tf.runtime.graph_kernels import FixedWeightsError
+        from sd_tf.serving.tf_serving.predict import load
 
         before = self._state(digest)
         description = description_of(self.folder)
-        servable = predict.load(self.folder, [self.component], fixed_weights=True)[self.component]
+        try:
+            servable = load(self.folder, [self.component], fixed_weights=True)[self.component]
+        except FixedWeightsError as error:
+            if not self._loaded:  # the environment says so, and not an export before
+                raise
+            raise RestartError(
+                "It has places for adapters, which change weights, and an export before it had the "
+                "models' processes take all weights for fixed. Start the application again."
+            ) from error
         self._warm_up(servable)
         publish()
         if self._state(digest) != before:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import Runner
-from sd_tf.serving.ray_app.models import export_digest, place_of, version_of
+from sd_tf.serving.ray_app.models import RestartError, export_digest, place_of, version_of
 from sd_tf.serving.ray_app.remote import LOST, ask
 
 ASK_WITHIN = 10.0  # seconds that the replicas have to tell what they serve
@@ -86,7 +87,8 @@ class Takeover:
         """Serve the export that is in the folder now, once every replica has it ready.
 
         If one replica fails, all stay with the export before. An export that failed is tried
-        again after a pause, which doubles each time; until then this raises at once.
+        again after a pause, which doubles each time; until then this raises at once. One that
+        needs another start of the application is not tried again.
         """
         async with self._changing:
             digest, place = await asyncio.to_thread(self._seen)
@@ -104,6 +106,8 @@ class Takeover:
                     await handle.broadcast("load", digest).results_async()
             except Exception as error:  # of any kind: the replicas' own, or Ray's if one died
                 pause = min(LONGEST_PAUSE, 2 * before.pause) if before else FIRST_PAUSE
+                if isinstance(_cause(error), RestartError):
+                    pause = math.inf
                 message = (
                     f"The export in {self.folder} cannot be served, so the one before it is: "
                     f"{said(error)}"
@@ -139,7 +143,7 @@ class Takeover:
     def _check_components(self, manifest: Manifest) -> None:
         """Refuse an export with other components: each is a deployment of its own."""
         if manifest.parts.keys() != self.models.keys():
-            raise TakeoverError(
+            raise RestartError(
                 f"It has the components {', '.join(manifest.parts)}, and the application has "
                 f"{', '.join(self.models)}. Start the application again."
             )
@@ -183,7 +187,12 @@ async def _served_by(handle) -> list[list[str]]:
     return [answer for answer in answers if isinstance(answer, list)]
 
 
+def _cause(error: Exception) -> Exception:
+    """Return a replica's error: Ray's wrapper around it is a traceback."""
+    return getattr(error, "cause", None) or error
+
+
 def said(error: Exception) -> str:
-    """Return an error's own words: Ray's wrapper around a remote one is a traceback."""
-    cause = getattr(error, "cause", None) or error
+    """Return an error's own words."""
+    cause = _cause(error)
     return str(cause) if isinstance(cause, ValueError) else repr(cause)
