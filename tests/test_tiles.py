@@ -1,5 +1,7 @@
 """Pictures in tiles: how sides are divided, what stays the same, and exports in tiles."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +11,7 @@ from sd_tf.components.autoencoder import decoder, image_encoder
 from sd_tf.components.tiles import Cut, Tiles, in_tiles
 from sd_tf.config.rewrites import REWRITES
 from sd_tf.export import ExportOptions, export
+from sd_tf.export.replacement import kept_from, merged
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.runner import PLAIN
@@ -177,6 +180,19 @@ def test_an_export_in_tiles(tmp_path):
         decoder.run(prefix + name, {"latent": latent})["generated_images"] for prefix in ("", PLAIN)
     )
     check_equal(compiled, written)
+
+
+@pytest.mark.parametrize("component", ["decoder", "image_encoder"])
+def test_a_component_of_other_tiles_is_refused(component):
+    """Both take the pictures that the manifest's one number divides."""
+    manifest = Manifest.read(micro_export())
+    tiled, replaced = dataclasses.replace(manifest, tile=32), [component]
+    kept = kept_from(tiled, replaced)
+    with pytest.raises(ExportError, match=r"one of the same tile: the export has 32\. Received: 0"):
+        merged(manifest, tiled, kept, replaced)
+    assert merged(tiled, tiled, kept, replaced).tile == 32
+    assert merged(manifest, tiled, ["decoder", "image_encoder"], ["text_encoder"]).tile == 32
+    assert merged(tiled, manifest, ["text_encoder"], ["decoder", "image_encoder"]).tile == 32
 
 
 @pytest.mark.parametrize("tile", [-8, 30, 33])

@@ -14,13 +14,15 @@ from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, M
 from sd_tf.weights import Checkpoint
 
 # Fields of the manifest that all components share, those that some share (the components between
-# which latents pass, and those with places for adapters), and those that one component decides.
+# which latents pass, those that take pictures or latents in tiles, and those with places for
+# adapters), and those that one component decides.
 SHARED = ("shapes", "precision")
 SHARED_BY = {
     ("diffusion_model", "decoder", "image_encoder", PREVIEW_DECODER): (
         "scaling_factor",
         "shift_factor",
     ),
+    ("decoder", "image_encoder", PREVIEW_DECODER): ("tile",),
     ("text_encoder", "diffusion_model"): ("adapters",),
 }
 OWNED = {
@@ -30,7 +32,6 @@ OWNED = {
         "tokenizers",
         "prompt_chunks",
     ),
-    "decoder": ("tile",),
     "diffusion_model": (
         "family",
         "max_steps",
@@ -81,7 +82,7 @@ def merged(
         if old != new:
             raise ExportError(
                 f"A component can only be replaced by one of the same {field}: the export has "
-                f"{old}. Received: {new}"
+                f"{_said(field, old)}. Received: {_said(field, new)}"
             )
     if "adapters" in shared and previous.adapters.loaded:
         raise ExportError(
@@ -104,9 +105,17 @@ def _compared(manifest: Manifest, field: str) -> object:
     if field != "adapters":
         return getattr(manifest, field)
     places = manifest.adapters
-    if not places.slots:
+    return (places.slots, places.rank, places.layers) if places.slots else ()
+
+
+def _said(field: str, value) -> str:
+    """Return a value of `_compared` as a message has it."""
+    if field != "adapters":
+        return str(value)
+    if not value:
         return "no places"
-    return f"{places.slots} places of the rank {places.rank} for layers of {places.layers!r}"
+    slots, rank, layers = value
+    return f"{slots} places of the rank {rank} for layers of {layers!r}"
 
 
 def check_conditions(
