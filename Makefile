@@ -57,11 +57,12 @@ bench-peers: $(VENV)/bench.stamp
 	$(BIN)/sd-tf bench starts --export_dir exports/tiny \
 	    --json out/peers/report/starts-tiny.json
 
-# The original's job, 3 pictures of 512 px at once, on a GPU: a random SD1.5, ours beside KerasCV, PyTorch
-# and JAX.
+# The original's job, 3 pictures of 512 px and 50 steps at once, on a GPU: a random SD1.5, ours beside
+# KerasCV, PyTorch and JAX.
 bench-gpu: $(VENV)/bench-gpu.stamp
 	$(BIN)/sd-tf bench peers --device gpu --precision bfloat16 --sizes 512 --batch_size 3 --rounds 2 \
-	    --peers kerascv_plain,kerascv,plain,torch,torch_compile,jax --work out/gpu --out out/gpu/report
+	    --full_steps 50 --peers kerascv_plain,kerascv,plain,torch,torch_compile,jax --work out/gpu \
+	    --out out/gpu/report
 
 PYTEST := $(BIN)/python -m pytest --durations=12
 

@@ -20,7 +20,7 @@ from sd_tf.bench.timing import summary
 from sd_tf.runtime.manifest import Manifest
 
 FORMAT_VERSION = 1
-FULL_STEPS = 20  # steps of the pictures in the report
+FULL_STEPS = 20  # steps of the pictures in the report, where no others are asked for
 WARM_STEPS = 2  # steps of the picture before the timed ones
 MAX_STEPS = 50  # most steps of our exports
 LIBRARIES = (
@@ -41,6 +41,7 @@ class ComparisonOptions:
     peers: tuple[str, ...] = tuple(name for name in PEERS if name not in SELDOM)
     rounds: int = 3
     steps: int = 4
+    full_steps: int = FULL_STEPS
     precision: str = "float32"
     device: str = "cpu"
 
@@ -58,9 +59,13 @@ class ComparisonOptions:
             raise BenchError(f"`batch_size` is at least 1. Received: {self.batch_size}")
         if self.rounds < 1:
             raise BenchError(f"`rounds` is at least 1. Received: {self.rounds}")
-        if not WARM_STEPS <= self.steps <= FULL_STEPS:
+        if not WARM_STEPS <= self.full_steps <= MAX_STEPS:
             raise BenchError(
-                f"`steps` is {WARM_STEPS} to {FULL_STEPS}: between two lies what one takes. "
+                f"`full_steps` is {WARM_STEPS} to {MAX_STEPS}. Received: {self.full_steps}"
+            )
+        if not WARM_STEPS <= self.steps <= self.full_steps:
+            raise BenchError(
+                f"`steps` is {WARM_STEPS} to {self.full_steps}: between two lies what one takes. "
                 f"Received: {self.steps}"
             )
         return self
@@ -95,7 +100,7 @@ def measure(options: ComparisonOptions, progress: Progress = lambda text: None) 
         "hardware": {**hardware(), "devices": sizes[0]["engines"][0]["devices"]},
         "versions": versions(),
         "load_average": load_average,
-        "full_steps": FULL_STEPS,
+        "full_steps": options.full_steps,
         "sizes": sizes,
         "failed_sizes": {f"{size} px": str(error) for size, error in errors.items()},
     }
@@ -262,10 +267,10 @@ class Size:
             for stage, (mine, theirs) in timed.items()
         }
         mine, theirs = draws
-        at_full = [full_seconds(self.options.steps, draw) for draw in theirs]
+        at_full = [full_seconds(self.options, draw) for draw in theirs]
         # A step of our loop is the stage itself; the rest of a picture is measured by the draw.
         step = {"step_seconds": stages["unet_step"]["ours"]["median"]}
-        ours_at_full = [full_seconds(self.options.steps, draw | step) for draw in mine]
+        ours_at_full = [full_seconds(self.options, draw | step) for draw in mine]
         return {
             **peer.described(stages, conversion_seconds),
             "stages": stages,
@@ -359,9 +364,9 @@ def _ours(running: Running, pairs: list[dict]) -> dict:
     }
 
 
-def full_seconds(steps: int, draw: dict[str, float]) -> float:
-    """Extrapolate a picture of fewer steps to FULL_STEPS by the seconds of one step."""
-    return draw["seconds"] + (FULL_STEPS - steps) * draw["step_seconds"]
+def full_seconds(options: ComparisonOptions, draw: dict[str, float]) -> float:
+    """Extrapolate a picture of fewer steps to all of them by the seconds of one step."""
+    return draw["seconds"] + (options.full_steps - options.steps) * draw["step_seconds"]
 
 
 def failed(results: dict) -> dict[str, str]:
