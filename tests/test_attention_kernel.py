@@ -49,6 +49,7 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(attention, name, size)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 @pytest.mark.parametrize(
     ("queries", "keys", "heads"),
     [
@@ -59,12 +60,14 @@ def small_blocks(monkeypatch):
         (64, 333, 2),  # of which the second is not full
     ],
 )
-def test_against_pytorch(small_blocks, queries, keys, heads):
-    q, k, v = inputs(queries, keys, 256)
-    theirs = torchs(q, k, v, heads)
+def test_against_pytorch(small_blocks, queries, keys, heads, dtype, bound):
+    """On the same numbers, which PyTorch computes with in float32."""
+    given = [jax.numpy.asarray(x, dtype) for x in inputs(queries, keys, 256)]
+    theirs = torchs(*(np.asarray(x, "float32") for x in given), heads)
     with lowered(WITH_KERNEL, AttentionKernel(make_mesh(), interpret=True)):
-        ours = np.asarray(scaled_dot_product(q, k, v, heads, scale=SCALE))
-    assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+        ours = scaled_dot_product(*given, heads, scale=SCALE)
+    assert ours.dtype == dtype
+    assert np.abs(np.asarray(ours, "float32") - theirs).max() <= bound * np.abs(theirs).max()
 
 
 def test_keys_that_stand_for_several(small_blocks):

@@ -25,6 +25,7 @@ from sd_tf.runtime.mapped import (
 from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.saved_model import SavedModel
 from tests.exports import adapted_export, micro_export
+from tests.fresh import run_python
 
 WRITTEN_JUST_NOW = {}  # large files, whose fingerprints are compared: none
 DECODER = ("decoder", PLAIN + "serving_default", {"latent": np.ones((2, 8, 8, 4), "float32")})
@@ -100,6 +101,46 @@ def test_a_component_that_is_loaded_maps_its_file(tmp_path, monkeypatch):
     for pictures in (expected, again):
         np.testing.assert_array_equal(found, pictures)
     assert copied.signatures and restored.signatures
+
+
+PRIVATE = """
+import sys
+from pathlib import Path
+import numpy as np
+from sd_tf.runtime.saved_model import SavedModel
+
+def private():
+    status = Path("/proc/self/status").read_text().split("RssAnon:")[1]
+    return int(status.split()[0]) * 1024
+
+loaded = []
+for mapped in (None, {}):
+    before = private()
+    loaded.append(SavedModel(Path(sys.argv[1]), "model", optimize=False, mapped=mapped))
+    found = loaded[-1].run("serving_default", {"x": np.float32(2)})["y"]
+    print(float(found), private() - before)
+"""
+
+
+def test_the_memory_of_its_own_that_a_process_takes(tmp_path):
+    """All values are mapped, and what is computed of them leaves them where they are."""
+
+    class Model(tf.Module):
+        def __init__(self):
+            self.values = [tf.Variable(tf.ones((1 << 20,), "float32")) for _ in range(12)]
+
+        @tf.function(input_signature=[tf.TensorSpec((), "float32", "x")])
+        def sum(self, x):
+            return {"y": x * tf.add_n([tf.reduce_sum(value) for value in self.values])}
+
+    model = Model()
+    tf.saved_model.save(model, str(tmp_path / "model" / "1"), {"serving_default": model.sum})
+    size = sum(file.stat().st_size for file in data_files(tmp_path, "model"))
+    assert size > 12 << 22
+    lines = run_python("-c", PRIVATE, tmp_path).splitlines()
+    (copied, in_copies), (mapped, of_its_own) = (map(float, line.split()) for line in lines[-2:])
+    assert copied == mapped == 2 * 12 * (1 << 20)
+    assert in_copies > 0.9 * size and of_its_own < 0.2 * size
 
 
 def test_what_is_written_stays_in_the_process(tmp_path):
