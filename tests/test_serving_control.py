@@ -33,6 +33,7 @@ from tests.exports import (
 from tests.fronts import ask, generated, running_front
 from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
+from tests.test_serving_images import form, post
 
 PROMPT, STEPS = "a red bicycle", 2
 CALL = {"num_steps": STEPS, "seed": 3}
@@ -268,6 +269,35 @@ def test_the_images_api(front):
     edited = made(client.images.edit(**start, extra_body=body))
     _, image = generated(front, PROMPT, image=coded(HILLS), **body)
     assert base64.b64decode(image["png"]) == edited
+
+
+@pytest.mark.parametrize(
+    ("parts", "body"),
+    [
+        (
+            [('control_image"; filename="lines.png', file_of(LINES))],
+            {"control_image": coded(LINES)},
+        ),
+        (
+            [
+                ("control_image[]", b""),
+                ('control_image[]"; filename="lines.png', file_of(LINES)),
+                ("control_scale[]", b"1"),
+                ("control_scale[]", b"0.5"),
+            ],
+            {"control_image": [None, coded(LINES)], "control_scale": [1, 0.5]},
+        ),
+    ],
+    ids=["for all", "one left out"],
+)
+def test_a_form_with_files(front, parts, body):
+    """The images API draws what the same pictures in base64 do."""
+    start = [("prompt", PROMPT.encode()), ("image", file_of(HILLS)), ("strength", b"1")]
+    values = [(name, str(value).encode()) for name, value in CALL.items()]
+    status, content = post(front, form(*start, *values, *parts))
+    assert status == 200, content
+    _, image = generated(front, PROMPT, image=coded(HILLS), strength=1, **CALL, **body)
+    assert content["data"][0]["b64_json"] == image["png"]
 
 
 def test_the_forms_fields(front):
