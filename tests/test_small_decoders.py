@@ -17,6 +17,8 @@ from sd_tf.export import ExportOptions, embedded, export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.psnr import psnr
+from sd_tf.serving.client import Client
+from sd_tf.serving.tf_serving.predict import ModelServer, load
 from sd_tf.training.batches import PictureBatches
 from sd_tf.training.data import World
 from sd_tf.training.losses import Decoding, freeze
@@ -25,6 +27,7 @@ from sd_tf.training.small_decoder import SmallDecoderOptions
 from sd_tf.weights import CheckpointError, open_checkpoint, open_small_decoder
 from tests import commands, micro
 from tests.exports import (
+    check_equal,
     micro_decoder,
     micro_export,
     micro_folder,
@@ -32,6 +35,7 @@ from tests.exports import (
     previewing_export,
 )
 from tests.fronts import previews, running_front
+from tests.serving_server import grpc_server, http_server
 
 CALL = {"num_steps": 2, "seed": 3}
 
@@ -134,6 +138,31 @@ def test_a_server_s_previews():
     pipe, seen = pipeline_of(previewing_export()), []
     pipe("a star", **CALL, scheduler="ddim", callback=lambda *state: seen.append(state[2]))
     np.testing.assert_array_equal(preview, pipe.preview(seen[0])[0])
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_a_client_s_previews(scheme):
+    """Of TensorFlow Serving's API; of the version that the small decoder has, too."""
+    folder = previewing_export()
+    loaded = load(folder, Manifest.read(folder).parts)
+    models = {name: {1: servable, 2: servable} for name, servable in loaded.items()}
+    del models[PREVIEW_DECODER][2]
+    server = {"grpc": grpc_server, "http": http_server}[scheme](ModelServer(models))
+    pipe, seen, shown = pipeline_of(folder), [], []
+    with (
+        server as address,
+        Client(f"{scheme}://{address}", folder, jit_compile=False) as client,
+    ):
+
+        def callback(done, calls, latents):
+            seen.append(latents)
+            shown.append(client.preview(latents))
+
+        client("a star", **CALL, callback=callback)
+    assert len(shown) == CALL["num_steps"] + 1  # PNDM calls the model once more
+    for latents, preview in zip(seen, shown, strict=True):
+        check_equal(preview, pipe.preview(latents))
+        assert np.abs(preview.astype(int) - pipe.decode(latents)).max() > 1
 
 
 @pytest.mark.parametrize("target", ["demo", "serve"])

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import importlib
 from pathlib import Path
 
 from sd_tf.cli.arguments import add_compile_cache, add_export_dir, add_jit_compile
@@ -107,12 +106,8 @@ def _work(
     export_dir: Path,
     cache: str | None,
 ) -> None:
-    try:
-        work = importlib.import_module("sd_tf.serving.batch.work")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "ray":
-            raise
-        raise BatchError("Ray is missing: pip install 'sd_tf[serve]'.") from error
+    from sd_tf.serving.batch import work
+
     model = work.Loading(str(export_dir), options.jit_compile, cache)
     wanted = work.Resources(
         options.address, options.workers, options.cpus_per_worker, options.gpus_per_worker

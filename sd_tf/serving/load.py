@@ -137,7 +137,7 @@ def _reference(options: LoadOptions) -> Callable[[dict[Asked, np.ndarray]], int]
             call["seed"] = [asked.seed for asked in group]
             images = pipe(**call).images.astype("int16")
             drawn = dict(zip(group, images, strict=True))
-            count += sum(not _is_same(pictures[asked], drawn[asked]) for asked in group)
+            count += sum(not is_same(pictures[asked], drawn[asked]) for asked in group)
         return count
 
     return differing
@@ -195,7 +195,7 @@ def _ask(url, options: LoadOptions, number: int, start: float, seen: Seen) -> No
             with seen.lock:
                 expected = seen.first.setdefault(asked, picture)
                 seen.seconds.append(taken)
-                seen.counts["wrong"] += not _is_same(picture, expected)
+                seen.counts["wrong"] += not is_same(picture, expected)
         else:
             with seen.lock:
                 seen.counts["busy" if status == 429 else "failed"] += 1
@@ -211,8 +211,9 @@ def _picture_in(content: bytes) -> np.ndarray | None:
         return None
 
 
-def _is_same(picture: np.ndarray, expected: np.ndarray) -> bool:
-    return picture.shape == expected.shape and np.abs(picture - expected).max() <= ROUNDING
+def is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Tell whether two pictures differ by rounding alone."""
+    return one.shape == other.shape and np.abs(one.astype("int16") - other).max() <= ROUNDING
 
 
 def pixels(png: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from sd_tf.bench.peers.folders import export
 from sd_tf.bench.plan import BenchError
 from sd_tf.files import atomic
 from sd_tf.runtime.manifest import FILE_NAME, Manifest
-from sd_tf.serving.load import ROUNDING
+from sd_tf.serving.load import is_same
 
 NAMES = ("first", "second")
 FLAGS = {"batch_size": 4, "max_steps": 8}
@@ -146,8 +146,3 @@ def _draw(chain) -> Pictures:
         )
         pictures.update(zip(asks, made.images, strict=True))
     return pictures
-
-
-def is_same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Tell whether two pictures differ by rounding alone."""
-    return one.shape == other.shape and np.abs(one.astype(int) - other).max() <= ROUNDING

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sd_tf.bench.soak.exports import Ask, Pictures, is_same
+from sd_tf.bench.soak.exports import Ask, Pictures
+from sd_tf.serving.load import is_same
 
 BUSY, CLEAN = {429}, {503, 504}
 REFUSED = range(400, 500)
