@@ -22,6 +22,7 @@ from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig
 from sd_tf.export import ExportOptions, embedded, export, verify
 from sd_tf.files.publish import staging
+from sd_tf.models.unet import UNet
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
@@ -35,6 +36,7 @@ from tests.exports import (
     micro_export,
     micro_folder,
     pipeline_of,
+    replace_in_micro,
     shared_export,
     small_export,
     small_folder,
@@ -375,6 +377,24 @@ def test_below_the_floor_nothing_is_published(tmp_path, monkeypatch):
     with pytest.raises(ExportError, match=r"does not compute .* to 59.9 dB, the floor .* 60 dB"):
         small_export(tmp_path / "export", verify="fast")
     assert not (tmp_path / "export").exists()
+
+
+def test_what_is_traced_is_compared_with_the_model_itself(tmp_path, monkeypatch):
+    """The reference shares no trace with the signatures, so a wrong trace of a model is found."""
+    call = UNet.call
+
+    def wrong_in_graphs(self, *given, **more):
+        output = call(self, *given, **more)
+        return output if tf.executing_eagerly() else 2 * output
+
+    monkeypatch.setattr(UNet, "call", wrong_in_graphs)
+    with pytest.raises(ExportError, match="diffusion_model does not compute what the model comp"):
+        replace_in_micro(
+            tmp_path / "export",
+            open_checkpoint(micro_folder()),
+            ("diffusion_model",),
+            verify="fast",
+        )
 
 
 def test_a_wrong_model_is_noticed(exported):

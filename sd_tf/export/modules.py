@@ -35,18 +35,19 @@ class ComponentModule(tf.Module):
         keep_variables(self, component)
         self._rewrites, self._jit_compile = rewrites, jit_compile
         self.endpoints = {}  # name → concrete function, the signatures of the SavedModel
-        self.eager = {}  # name → the endpoint as a Python function
+        self.eager = {}  # name → the endpoint as a Python function, which shares no traces
         self.tables = TablesBySize(component)
         traces = Traces()
         for shape in shapes.all:
             endpoints = component.endpoints(shape, self.tables, traces.shared)
             for name, endpoint in endpoints.items():
                 self._declare(shapes.signature(name, shape), endpoint)
+            for name, endpoint in component.endpoints(shape, self.tables).items():
+                self.eager[shapes.signature(name, shape)] = endpoint.function
             if component.name == "decoder":
                 self._declare_png(shapes.signature("png", shape), endpoints["serving_default"])
 
     def _declare(self, name: str, endpoint: Endpoint) -> None:
-        self.eager[name] = endpoint.function
         plain = tf.function(endpoint.function, autograph=False)
         if endpoint.compiled and self._jit_compile:
             self._sign(name, compiled(endpoint.function, self._rewrites), endpoint.inputs)
