@@ -4,8 +4,10 @@ import argparse
 import base64
 import io
 import json
+import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ import openai
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 from playwright.sync_api import expect
 from safetensors.numpy import load_file, save_file
@@ -55,6 +58,7 @@ from tests.page_browser import artifacts, chromium
 from tests.page_browser import opened as opened_page
 from tests.peer_image_prompts import micro_image_adapters, shown_export
 from tests.test_call import manifest
+from tests.test_serving_images import form, post
 
 PROMPT, STEPS = "a red bicycle", 2
 CALL = {"num_steps": STEPS, "seed": 3}
@@ -222,11 +226,47 @@ def test_adapters_that_do_not_fit(adapter, tmp_path):
             lambda t: {n.replace("latents", "perceiver_resampler.x"): x for n, x in t.items()},
             "is a FaceID adapter, which takes what a face network makes",
         ),
+        (
+            lambda t: {n: x for n, x in t.items() if "to_k_ip" not in n},
+            r"in pairs, and it lacks ip_adapter\.1\.to_k_ip\.weight, .*3\.to_k",
+        ),
+        (
+            lambda t: {n: x for n, x in t.items() if n != "ip_adapter.3.to_v_ip.weight"},
+            r"is incomplete: .* it lacks ip_adapter\.3\.to_v_ip\.weight\.$",
+        ),
     ],
 )
 def test_files_that_are_refused(adapter, tmp_path, change, message):
     with pytest.raises(CheckpointError, match=message):
         open_image_adapter(changed(adapter, tmp_path / "x.safetensors", change))
+
+
+def test_a_base_adapter_without_its_projection(tmp_path):
+    """It is not taken for a FaceID adapter, some tensors of which are called the same."""
+    path = changed(
+        micro_image_adapters() / "base.safetensors",
+        tmp_path / "x.safetensors",
+        lambda t: {n: x for n, x in t.items() if n != "image_proj.proj.weight"},
+    )
+    with pytest.raises(CheckpointError, match=r"has no image_proj\.proj\.weight"):
+        open_image_adapter(path)
+
+
+def test_the_command_that_converts_published_pickles(adapter, tmp_path):
+    """Each part's tensors are in a dictionary of its own there."""
+    tensors, parts = load_file(adapter), {"image_proj": {}, "ip_adapter": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        parts[part][rest] = torch.from_numpy(tensor)
+    torch.save(parts, tmp_path / "ip-adapter-plus.bin")
+    with pytest.raises(CheckpointError) as caught:
+        open_image_adapter(tmp_path / "ip-adapter-plus.bin")
+    _, flag, code = shlex.split(str(caught.value).partition("convert it: ")[2])
+    subprocess.run([sys.executable, flag, code], cwd=tmp_path, check=True)
+    converted = load_file(tmp_path / "ip-adapter-plus.safetensors")
+    assert converted.keys() == tensors.keys()
+    assert all(np.array_equal(converted[name], tensor) for name, tensor in tensors.items())
+    open_image_adapter(tmp_path / "ip-adapter-plus.safetensors")
 
 
 def test_what_is_no_file(tmp_path):
@@ -411,6 +451,25 @@ def test_the_images_api(front):
     check_equal(made, generated(front, PROMPT, **more)[0])
 
 
+def test_a_form_with_files(front):
+    """The images API draws what the same pictures in base64 do."""
+    files = [base64.b64decode(coded(image)) for image in (MOON, SEA)]
+    status, content = post(
+        front,
+        form(
+            ("prompt", PROMPT.encode()),
+            ("image", files[0]),
+            ("strength", b"1"),
+            *((name, str(value).encode()) for name, value in CALL.items()),
+            *(('image_prompt[]"; filename="a.png', file) for file in files),
+        ),
+    )
+    assert status == 200, content
+    given = {"image": coded(MOON), "strength": 1, "image_prompt": [coded(MOON), coded(SEA)]}
+    _, image = generated(front, PROMPT, **given, **CALL)
+    assert content["data"][0]["b64_json"] == image["png"]
+
+
 def test_the_client(front, pipe):
     client = Client(f"grpc://{front.grpc}", shown_export(), jit_compile=False)
     arguments = {**CALL, "image_prompt": [MOON, SEA]}
@@ -473,12 +532,14 @@ CURL = "async (made) => (await import(new URL('static/curl.js', document.baseURI
 
 def test_the_page(front, tmp_path):
     MOON.save(tmp_path / "moon.png")
+    SEA.save(tmp_path / "sea.png")
+    both = [tmp_path / "moon.png", tmp_path / "sea.png"]
     with chromium() as browser, opened_page(browser, f"http://{front.http}/") as (page, seen):
         expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
         page.fill("#prompt", PROMPT)
         page.set_input_files("#image_prompt", tmp_path / "moon.png")
         expect(page.locator("#image_prompt-seen")).to_be_visible()
-        box = page.locator("#image_prompt-seen").bounding_box()
+        box = page.locator("#image_prompt-seen img").bounding_box()
         assert abs(box["width"] - box["height"]) < 2  # the middle square is what is looked at
         page.fill("#image_prompt_scale", "0.7")
         with page.expect_request("**/generate") as request:
@@ -487,12 +548,26 @@ def test_the_page(front, tmp_path):
         assert base64.b64decode(body["image_prompt"]) == (tmp_path / "moon.png").read_bytes()
         assert body["image_prompt_scale"] == 0.7
         expect(page.locator("#state")).to_contain_text("Done in")
+        page.set_input_files("#image_prompt", [*both, both[0]])
+        page.click("#generate")
+        expect(page.locator("#image_prompt-error")).to_have_text("At most 2 pictures.")
+        page.set_input_files("#image_prompt", both)
+        expect(page.locator("#image_prompt-seen img")).to_have_count(2)
+        with page.expect_request("**/generate") as request:
+            page.click("#generate")
+        sent = request.value.post_data_json["image_prompt"]
+        assert [base64.b64decode(one) for one in sent] == [file.read_bytes() for file in both]
+        expect(page.locator("#cards > li")).to_have_count(2)
         page.screenshot(path=artifacts(tmp_path) / "image_prompt.png", full_page=True)
-        made = {"image_prompt_scale": [1, 0.5, 1], "files": {"image_prompt-2": "moon.png"}}
+        files = {"image_prompt-2": ["moon.png"], "image_prompt-3": ["moon.png", "sea.png"]}
+        made = {"image_prompt_scale": [1, 0.5, 1], "files": files}
         command = page.evaluate(CURL, made)
+        older = page.evaluate(CURL, {"files": {"image_prompt": "moon.png"}})
+        assert "image_prompt' 'moon.png'" in older, "of a picture that is kept from before"
         assert not seen.errors
     makes_body = command.split("| curl")[0].rstrip(" \\\n")
     result = subprocess.run(["bash", "-c", makes_body], cwd=tmp_path, stdout=subprocess.PIPE)
     first, second, third = json.loads(result.stdout)["image_prompt"]
-    assert first is None and third is None, "of several adapters each has a place"
-    assert base64.b64decode(second) == (tmp_path / "moon.png").read_bytes()
+    assert first is None, "of several adapters each has a place"
+    assert base64.b64decode(second) == both[0].read_bytes()
+    assert [base64.b64decode(one) for one in third] == [file.read_bytes() for file in both]
