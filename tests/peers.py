@@ -81,6 +81,8 @@ UNETS = {
     "instruct-pix2pix": {**SD1_UNET, "in_channels": 8},
     "sdxl-instruct-pix2pix": {**SDXL_UNET, "in_channels": 8},
     "inpaint": {**SD1_UNET, "in_channels": 9},
+    "sd2-inpaint": {**SD2_UNET, "in_channels": 9},
+    "sdxl-inpaint": {**SDXL_UNET, "in_channels": 9},
 }
 VAE = {
     "block_out_channels": (32, 64, 64, 96),
@@ -137,6 +139,7 @@ def random_pipeline(family: str, layers_per_block: int = 2) -> diffusers.Diffusi
     pipeline_class = {
         "instruct-pix2pix": diffusers.StableDiffusionInstructPix2PixPipeline,
         "inpaint": diffusers.StableDiffusionInpaintPipeline,
+        "sd2-inpaint": diffusers.StableDiffusionInpaintPipeline,
     }.get(family, diffusers.StableDiffusionPipeline)
     if family == "sd2-v":
         scheduler = diffusers.DDIMScheduler(
@@ -180,7 +183,8 @@ def _random_xl(family, unet, vae):
         )
     first = text_config(hidden_size=64, num_attention_heads=1)
     pipeline_class = {
-        "sdxl-instruct-pix2pix": diffusers.StableDiffusionXLInstructPix2PixPipeline
+        "sdxl-instruct-pix2pix": diffusers.StableDiffusionXLInstructPix2PixPipeline,
+        "sdxl-inpaint": diffusers.StableDiffusionXLInpaintPipeline,
     }.get(family, diffusers.StableDiffusionXLPipeline)
     return pipeline_class(
         text_encoder=randomized(CLIPTextModel(first), 3),

@@ -300,6 +300,7 @@ def test_paths_are_refused(tmp_path, exported, capsys):
 
 def test_a_folder_belongs_to_one_job(tmp_path, exported, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sd_tf.serving.batch.work", None)  # nothing may be run
+    monkeypatch.delattr("sd_tf.serving.batch.work", raising=False)
     prompts = written(tmp_path / "p.txt", "a\n\nb")
     given = arguments(exported, prompts, tmp_path / "out")
     with pytest.raises(ModuleNotFoundError):
