@@ -380,12 +380,15 @@ def test_below_the_floor_nothing_is_published(tmp_path, monkeypatch):
 
 
 def test_what_is_traced_is_compared_with_the_model_itself(tmp_path, monkeypatch):
-    """The reference shares no trace with the signatures, so a wrong trace of a model is found."""
+    """The reference shares no trace with the signatures, so a wrong trace of a model is found.
+
+    It is wrong by little: the calls compared are ones whose output counts.
+    """
     call = UNet.call
 
     def wrong_in_graphs(self, *given, **more):
         output = call(self, *given, **more)
-        return output if tf.executing_eagerly() else 2 * output
+        return output if tf.executing_eagerly() else 1.02 * output
 
     monkeypatch.setattr(UNet, "call", wrong_in_graphs)
     with pytest.raises(ExportError, match="diffusion_model does not compute what the model comp"):
@@ -432,16 +435,18 @@ def test_verified_run():
     def chosen(schedule, max_steps):
         tables = pack(schedule, max_steps)
         number = tables.numbers[schedule.sampler]
-        run = verify.run_of(
-            Component("diffusion_model", {}, None, (), {(64, 64): tables}, number), "full"
-        )
-        assert tables.calls[run["scheduler"], run["num_steps"] - 1] > 0
-        return int(run["num_steps"])
+        part = Component("diffusion_model", {}, None, (), {(64, 64): tables}, number)
+        whole, early = verify.run_of(part, "full"), verify.segment_of(part, "full")
+        for run in (whole, early):
+            assert tables.calls[run["scheduler"], run["num_steps"] - 1] > 0
+        bounds = (early[name] for name in ("num_steps", "first", "start", "stop"))
+        return int(whole["num_steps"]), tuple(map(int, bounds))
 
     schedule = FAMILIES["sd1"].schedule
     flow = ScheduleConfig(kind="flow", prediction="flow", sampler="flow_euler")
-    assert chosen(schedule, 50) == chosen(flow, 50) == 2
-    assert chosen(schedule, 1) == chosen(flow, 1) == 1
+    assert chosen(schedule, 50) == (2, (5, 1, 1, 3))
+    assert chosen(flow, 50) == (2, (6, 1, 1, 3))
+    assert chosen(schedule, 1) == chosen(flow, 1) == (1, (1, 0, 0, 2))
 
 
 def test_skip_layer_guidance_is_compared(tmp_path):
@@ -486,7 +491,6 @@ def test_skip_layer_guidance_is_compared(tmp_path):
         assert psnr(latent, broken, np.ptp(latent)) < verify.FLOORS["float32"]
     _, inputs, _ = compared((1,), 5, "full")  # too few for a call that leaves out blocks
     assert (inputs["start"], inputs["stop"], inputs["num_steps"]) == (0, 2, 2)
-    assert compared((), 8, "full")[0] == ["from_noise"]
 
 
 def test_a_denoiser_that_is_told_the_guidance_scale():

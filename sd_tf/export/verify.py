@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from sd_tf.components.build import Component, component, empty_tokens_of
 from sd_tf.components.geometry import Geometry, takes_weights
-from sd_tf.components.guidance import SKIP_LAST, SKIP_SCALE, guidance_of
+from sd_tf.components.guidance import SKIP_LAST, SKIP_SCALE
 from sd_tf.config import FLOAT16, INT8, PipelineConfig
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import WEIGHTED
@@ -39,42 +39,41 @@ PROMPT, NEGATIVE_PROMPT = "a lighthouse above the sea, İstanbul", "fog"
 
 
 def run_of(part: Component, level: str) -> dict[str, np.int32]:
-    """Choose the run to compare: few steps of the default scheduler."""
+    """Choose a whole run to compare: few steps of the default scheduler."""
     if not part.tables:
         return {}
-    tables = next(iter(part.tables.values()))
-    possible = np.flatnonzero(tables.calls[part.default_scheduler]) + 1
+    possible = np.flatnonzero(_calls(part)) + 1
     enough = possible[possible >= STEPS[level]]
     steps = enough[0] if enough.size else possible[-1]
     return {"num_steps": np.int32(steps), "scheduler": np.int32(part.default_scheduler)}
 
 
-def skipping_run_of(part: Component, level: str) -> dict[str, np.int32]:
-    """Choose the part of a run to compare where guidance leaves out blocks in early model calls.
+def segment_of(part: Component, level: str) -> dict[str, np.int32]:
+    """Choose the part of a run to compare: early model calls, which decide most of a picture.
 
-    Call 1 does so in the shortest run of more calls than `run_of` has. After it comes, in full, one
-    that does not.
+    A short run's calls are late ones, too, at timesteps where the denoiser's output counts for
+    next to nothing. The first call compared is one in which guidance leaves out blocks, if it does
+    so at all; the next is not.
     """
-    calls = next(iter(part.tables.values())).calls[part.default_scheduler]
-    possible = np.flatnonzero(SKIP_LAST * calls > 100) + 1
-    if not possible.size:  # no call of such an export does
-        bounds = {"first": 0, "start": 0, "stop": STEPS[level]}
-        return {**run_of(part, level), **{name: np.int32(x) for name, x in bounds.items()}}
-    run = {
-        "num_steps": possible[0],
-        "scheduler": part.default_scheduler,
-        "first": 0,
-        "start": 1,
-        "stop": 1 + STEPS[level],
-    }
-    return {name: np.int32(value) for name, value in run.items()}
+    possible = np.flatnonzero(SKIP_LAST * _calls(part) > 100) + 1
+    if not possible.size:  # the export's longest run is too short for that
+        run, start = run_of(part, level), 0
+    else:
+        run, start = {**run_of(part, level), "num_steps": np.int32(possible[0])}, 1
+    bounds = {"first": start, "start": start, "stop": start + STEPS[level]}
+    return {**run, **{name: np.int32(value) for name, value in bounds.items()}}
+
+
+def _calls(part: Component) -> np.ndarray:
+    """Return the model calls of the default scheduler's runs: entry n of n + 1 steps, or 0."""
+    return next(iter(part.tables.values())).calls[part.default_scheduler]
 
 
 def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) -> dict:
     """Make fixed inputs for an endpoint, in the range of real ones."""
     rng = np.random.default_rng(0)
     known = {
-        **(skipping_run_of if SKIP_SCALE in specs else run_of)(part, level),
+        **(segment_of(part, level) if part.tables else {}),
         "unconditional_guidance_scale": np.float32(7.5),
         "image_guidance_scale": np.float32(1.5),
         "true_guidance_scale": np.float32(2.0),
@@ -102,7 +101,17 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
             inputs[name] = rng.standard_normal(shape).astype(spec.dtype.as_numpy_dtype)
             if part.name == "image_encoder":
                 inputs[name] = np.clip(0.5 * inputs[name], -1, 1)
+    if "start" in inputs:
+        inputs["latent"] *= _spread(part, inputs)
+        inputs["history"] *= np.float32(0)
     return inputs
+
+
+def _spread(part: Component, run: dict[str, np.int32]) -> np.float32:
+    """Return the standard deviation of latents at the first call compared of a run."""
+    tables = next(iter(part.tables.values()))
+    row = tables.starts[run["scheduler"], run["num_steps"] - 1] + run["start"]
+    return np.hypot(tables.signals[row], tables.sigmas[row]).astype("float32")
 
 
 def _is_full(name: str) -> bool:
@@ -161,8 +170,7 @@ def storage_figures(
     named = {geometry.shapes.signature(n, shape): e for n, e in exact.endpoints(shape).items()}
     with layout.read_when_used(*((m, checkpoint.tensors(n)) for n, m in exact.models.items())):
         reference = eager(named[sample.endpoint].function, sample.inputs)
-    each = [psnr(x, sample.reference[k], _span(x)) for k, x in reference.items()]
-    agreement = float(np.min(each))  # NaN where any is
+    agreement = _least(sample.inputs, reference, sample.reference)
     (kind,) = set(stored.values())
     if not agreement >= STORAGE_FLOORS[kind]:
         raise ExportError(
@@ -183,13 +191,10 @@ def endpoints_for(
 ) -> list[str]:
     """Return the endpoints to compare: one for every shape, or only for the first.
 
-    Whole runs are compared, but where only some calls of a long one leave out blocks, those. A text
-    encoder is compared by the endpoint for weights if it has one.
+    A text encoder is compared by the endpoint for weights if it has one.
     """
-    extra = guidance_of(geometry.guidance, config, geometry.guidance_rescale).extra
-    skips = extra is not None and extra.skips
     wanted = {
-        "diffusion_model": "segment" if skips else "from_noise",
+        "diffusion_model": "segment",
         "text_encoder": WEIGHTED if takes_weights(config) else "encode",
     }
     endpoint, shapes = wanted.get(component, "serving_default"), geometry.shapes
@@ -228,6 +233,21 @@ def drawn(
         name = manifest.shapes.signature(endpoint, shape)
         samples.append(Sample(name, inputs, {"image_bytes": images}))
     return samples
+
+
+def _least(inputs: dict, reference: dict, outputs: dict) -> float:
+    """Return the worst agreement of an endpoint's outputs; NaN where any is.
+
+    Of the latents, it is that of what the endpoint adds to them: there is more in them than that.
+    """
+
+    def seen(values: dict, name: str) -> np.ndarray:
+        found = _values(values[name])
+        return found - inputs[name] if name == "latent" and name in inputs else found
+
+    expected = {name: seen(reference, name) for name in reference}
+    each = [psnr(x, seen(outputs, name), _span(x)) for name, x in expected.items()]
+    return float(np.min(each))  # unlike Python's `min`
 
 
 def _span(values) -> float:
@@ -285,10 +305,10 @@ def reuse_runs(part: Component, level: str) -> dict[int, dict[str, np.int32]]:
     """
     if part.reuse.record.most == 1 or level != "full":
         return {}
-    calls = next(iter(part.tables.values())).calls[part.default_scheduler]
-    steps = np.int32(np.flatnonzero(calls[:REUSE_STEPS])[-1] + 1)
-    every = range(1, part.reuse.record.most + 1)
-    return {number: {"num_steps": steps, REUSE: np.int32(number)} for number in every}
+    steps = np.flatnonzero(_calls(part)[:REUSE_STEPS])[-1] + 1
+    whole = {"num_steps": steps, "first": 0, "start": 0, "stop": ALL_CALLS}
+    run = {name: np.int32(value) for name, value in whole.items()}
+    return {n: {**run, REUSE: np.int32(n)} for n in range(1, part.reuse.record.most + 1)}
 
 
 def _reuse_figures(loaded: SavedModel, sample: Sample, runs: Mapping[int, dict]) -> dict:
@@ -312,10 +332,7 @@ def _agreement(
     loaded: SavedModel, component: str, name: str, sample: Sample, precision: str
 ) -> float:
     """Return the agreement of one signature's outputs with the reference; refuse too little."""
-    outputs = loaded.run(name, sample.inputs)
-    reference = sample.reference
-    agreement = [psnr(reference[k], _values(outputs[k]), _span(reference[k])) for k in reference]
-    worst = float(np.min(agreement))  # NaN where any is, unlike Python's `min`
+    worst = _least(sample.inputs, sample.reference, loaded.run(name, sample.inputs))
     if not worst >= FLOORS[precision]:
         raise ExportError(
             f"The exported {component} does not compute what the model computes: signature "
