@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from sd_tf.config.rewrites import IN_GRAPH
 from sd_tf.runtime.controls import ControlRecord
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shapes
+from sd_tf.serving import load
 from tests.exports import editing_export, micro_export, shared_export
 
 
@@ -78,6 +80,30 @@ def test_summary_against_numpy(count):
         assert figures["p95"] is None
     else:
         np.testing.assert_allclose(figures["p95"], np.percentile(values, 95), rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [0, 19, 20, 31])
+def test_the_loads_percentile(count, monkeypatch):
+    """As the benchmark's: none of few pictures, and never their maximum."""
+    values = np.random.default_rng(count).uniform(0.1, 2.0, count).tolist()
+    monkeypatch.setattr(load, "_ask", lambda *arguments: arguments[-1].seconds.extend(values))
+    record = load.measure("", load.LoadOptions(), 1, {})
+    assert record["pictures"] == count
+    if count < 20:
+        assert record["p95"] is None
+    else:
+        np.testing.assert_allclose(record["p95"], np.percentile(values, 95), rtol=1e-12)
+
+
+def test_since_start():
+    """What runs before the first line of Python counts, too."""
+    code = (
+        "import time; time.sleep(0.5); from sd_tf.bench.timing import since_start as s; print(s())"
+    )
+    before = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    whole = time.monotonic() - before
+    assert 0.5 <= float(result.stdout) <= whole + 0.02, result.stderr
 
 
 def test_peak_memory():

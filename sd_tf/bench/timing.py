@@ -5,22 +5,19 @@ timed runs of the same call. Every call returns its pictures as NumPy arrays, so
 left when a clock stops.
 """
 
+import json
+import os
+import resource
+import statistics
+import sys
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-START = time.perf_counter()
-
-import json  # noqa: E402
-import resource  # noqa: E402
-import statistics  # noqa: E402
-import sys  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-from sd_tf.bench.plan import BenchError, Job  # noqa: E402
-from sd_tf.bench.run import JOB, RESULT, TIMED_RUNS  # noqa: E402
-from sd_tf.runtime.manifest import ExportError  # noqa: E402
-
-ENOUGH_FOR_P95 = 20
+from sd_tf.bench.plan import BenchError, Job
+from sd_tf.bench.run import JOB, RESULT, TIMED_RUNS
+from sd_tf.runtime.manifest import ExportError
+from sd_tf.runtime.percentile import p95
 
 # One run: the pictures uint8 (B, H, W, 3), and the seconds of each stage in their order.
 Call = Callable[[], tuple["np.ndarray", dict[str, float]]]  # noqa: F821
@@ -39,7 +36,7 @@ def measure(job: Job, folder: Path) -> dict:
     prepare, import_seconds = timed(ENGINES[job.engine])
     call, load_seconds = timed(lambda: prepare(job))
     (first_images, _), first_call_seconds = timed(call)
-    first_image_seconds = time.perf_counter() - START
+    first_image_seconds = since_start()
 
     print(TIMED_RUNS, file=sys.stderr, flush=True)
     seconds, stages, is_same = [], [], True
@@ -74,16 +71,20 @@ def timed(function):
     return value, time.perf_counter() - start
 
 
+def since_start() -> float:
+    """Return the seconds since the system started this process, before any of Python ran."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
 def summary(values: Sequence[float]) -> dict:
-    """Summarize values; `p95` is None for few, whose 95th percentile would be their maximum."""
-    p95 = None
-    if len(values) >= ENOUGH_FOR_P95:
-        p95 = statistics.quantiles(values, n=20, method="inclusive")[-1]
+    """Summarize values; `p95` is None for few."""
     return {
         "median": statistics.median(values),
         "min": min(values),
         "max": max(values),
-        "p95": p95,
+        "p95": p95(values),
         "values": list(values),
     }
 

@@ -23,6 +23,7 @@ from urllib.parse import SplitResult, urlsplit
 import numpy as np
 from PIL import Image
 
+from sd_tf.runtime.percentile import p95
 from sd_tf.runtime.shapes import Size
 from sd_tf.serving.tf_serving import ServingError
 
@@ -165,14 +166,13 @@ def measure(url, options: LoadOptions, clients: int, first: dict[Asked, np.ndarr
     for thread in threads:
         thread.join()
     elapsed = time.perf_counter() - start
-    times = sorted(seen.seconds)
     return {
         "clients": clients,
         "seconds": elapsed,
         "pictures": len(seen.seconds),
         "pictures_per_second": len(seen.seconds) / elapsed,
-        "p50": statistics.median(times) if times else None,
-        "p95": times[min(len(times) - 1, round(0.95 * len(times)))] if times else None,
+        "p50": statistics.median(seen.seconds) if seen.seconds else None,
+        "p95": p95(seen.seconds),
         **{name: seen.counts[name] for name in ("busy", "wrong", "failed")},
     }
 

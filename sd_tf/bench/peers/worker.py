@@ -5,22 +5,18 @@ message of an error. The worker ends at the end of its input. Output of librarie
 which is this process's error output.
 """
 
-import time
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
 
-START = time.perf_counter()
+import numpy as np
 
-import contextlib  # noqa: E402
-import importlib  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import sys  # noqa: E402
-import traceback  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import numpy as np  # noqa: E402
-
-from sd_tf.bench.peers.engine import Job, Loaded  # noqa: E402
-from sd_tf.bench.timing import peak_memory, timed  # noqa: E402
+from sd_tf.bench.peers.engine import Job, Loaded
+from sd_tf.bench.timing import peak_memory, since_start, timed
 
 
 def main(argument: str) -> None:
@@ -48,11 +44,11 @@ class Worker:
             return {"kind": type(error).__name__, "error": str(error)}
 
     def load(self) -> dict:
-        """Load the engine; return the seconds since Python started, without those of compiling."""
+        """Load the engine; return the seconds since the process started, but those of compiling."""
         name = f"sd_tf.bench.peers.engines.{self.job.kind.module}"
         self._loaded = loaded = importlib.import_module(name).load(self.job)
         return {
-            "load_seconds": time.perf_counter() - START - loaded.compile_seconds,
+            "load_seconds": since_start() - loaded.compile_seconds,
             "compile_seconds": loaded.compile_seconds,
             "devices": loaded.devices,
             "precision": loaded.precision,
