@@ -531,6 +531,40 @@ def test_jax_replaces_ours_where_tensorflow_sees_no_gpu(tmp_path, monkeypatch, e
     assert [entry["name"] for entry in size.left_out] == [OURS]
 
 
+class Replies(contextlib.nullcontext):
+    """A worker whose stages take a second, and whose pictures 10, of which a step takes 2."""
+
+    REPLIES = {
+        "run": {"seconds": 1.0},
+        "draw": {"seconds": 10.0, "step_seconds": 2.0},
+        "memory": {"peak_memory_bytes": 1},
+    }
+
+    def __init__(self, name):
+        super().__init__()
+        self.job = job(engine=name)
+
+    def ask(self, do, **arguments):
+        return self.REPLIES[do]
+
+
+@pytest.mark.parametrize(("name", "seconds"), [(OURS, 10.0 + 16 * 1.0), ("jax", 10.0 + 16 * 2.0)])
+def test_whole_pictures(tmp_path, monkeypatch, name, seconds):
+    """Drawn in as many turns as the stages; a stage is the loop's step for SavedModels alone."""
+
+    def start(self, name):
+        loaded = {"precision": None, "devices": [], "load_seconds": 1.0, "compile_seconds": 0.0}
+        return Running(name, Replies(name), loaded, dict.fromkeys(STAGES, 1.0), 1.0)
+
+    monkeypatch.setattr(Size, "_start", start)
+    monkeypatch.setattr(Size, "_decibels", lambda *_: 60.0)
+    size = Size(ComparisonOptions(rounds=3), tmp_path, tmp_path, 64, print)
+    found = size._compare(start(size, name), "torch")["end_to_end"]
+    assert found["seconds"]["values"] == [10.0 + 16 * 2.0] * 3
+    assert found["ours"]["values"] == [seconds] * 3
+    assert found["ratio"] == 42.0 / seconds
+
+
 def test_a_size_that_fails_leaves_the_others_their_figures(tmp_path, monkeypatch):
     def measured(size):
         if size.size == 24:
@@ -622,21 +656,38 @@ def test_points():
 def test_steps_of_scaling(capsys):
     assert main(["bench", "scaling", "--steps=20"]) == 1
     assert "--steps is 1 to 19. Received: 20" in capsys.readouterr().err
+    assert main(["bench", "scaling", "--rounds=0"]) == 1
+    assert "--rounds is at least 1. Received: 0" in capsys.readouterr().err
+
+
+def test_extrapolated():
+    """By the medians of the turns, of which one was disturbed."""
+    pairs = [(2.0, 3.0), (2.2, 9.0), (1.9, 2.7)]
+    found = scaling.extrapolated(4, pairs, steps=2)
+    step = found["step_seconds"]
+    np.testing.assert_allclose(step["values"], [0.5, 3.4, 0.4])
+    assert (step["median"], step["max"]) == (0.5, 3.4)
+    np.testing.assert_allclose(found["full_seconds"], 2.0 + 19 * 0.5)
+    np.testing.assert_allclose(found["images_per_second"], 4 / 11.5)
+    with pytest.raises(BenchError, match=r"of 3 steps takes longer .*: 0\.300 s and 0\.310 s"):
+        scaling.extrapolated(1, [(0.31, 0.3), (0.31, 0.3), (0.2, 0.4)], steps=2)
 
 
 @pytest.mark.long
 def test_scaling(tmp_path, capsys):
     flags = [f"--checkpoint={micro_folder()}", f"--work={tmp_path}/work", f"--out={tmp_path}"]
-    assert main(["bench", "scaling", *flags, "--batches=2", "--sizes=16"]) == 0
+    flags += ["--batches=2", "--sizes=16", "--steps=10", "--rounds=2"]
+    assert main(["bench", "scaling", *flags]) == 0
     content = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))
     assert content["checkpoint"] == micro_folder().name and str(tmp_path) not in str(content)
     [point] = content["points"]
     assert (point["batch"], point["size"]) == (2, 16)
-    step = (point["long_seconds"] - point["short_seconds"]) / 2
-    expected = 2 / (point["short_seconds"] + 19 * step)
+    short, long = (np.array(point[f"{name}_seconds"]["values"]) for name in ("short", "long"))
+    assert len(short) == len(long) == 2
+    expected = 2 / (np.median(short) + 19 * np.median(long - short) / 10)
     np.testing.assert_allclose(point["images_per_second"], expected)
     assert not (tmp_path / "work" / "exports" / "scaling").exists()
-    assert "20 steps, extrapolated from 1 and 3" in capsys.readouterr().out
+    assert "20 steps, extrapolated from 1 and 11, medians of 2 turns" in capsys.readouterr().out
     content["points"] += [{**point, "batch": 4}, {**point, "size": 32}]
     shown = text_of(scaling.page(content))
     assert "pictures in a batch" in shown and "pixels of a picture" in shown

@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.steps,
         help="a step is timed by a picture of 1 step and one of 1 + STEPS (default: 2)",
     )
+    parser.add_argument(
+        "--rounds", type=int, default=defaults.rounds, help="turns of each picture (default: 3)"
+    )
     add_work(parser)
     add_out(parser)
 

@@ -268,9 +268,10 @@ class Size:
         }
         mine, theirs = draws
         at_full = [full_seconds(self.options, draw) for draw in theirs]
-        # A step of our loop is the stage itself; the rest of a picture is measured by the draw.
-        step = {"step_seconds": stages["unet_step"]["ours"]["median"]}
-        ours_at_full = [full_seconds(self.options, draw | step) for draw in mine]
+        # A step of the SavedModels' loop is the stage itself. That of another engine in our place
+        # is not: its draw has the update between two calls, too.
+        loop = {"step_seconds": stages["unet_step"]["ours"]["median"]} if ours.name == OURS else {}
+        ours_at_full = [full_seconds(self.options, draw | loop) for draw in mine]
         return {
             **peer.described(stages, conversion_seconds),
             "stages": stages,
@@ -303,7 +304,7 @@ class Size:
         steps = self.options.steps
         turns = [
             (ours.process.ask("draw", steps=steps), peer.process.ask("draw", steps=steps))
-            for _ in range(min(self.options.rounds, 2))
+            for _ in range(self.options.rounds)
         ]
         return tuple(map(list, zip(*turns, strict=True)))
 

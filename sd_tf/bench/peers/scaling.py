@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
@@ -15,8 +16,12 @@ from sd_tf.bench.peers.measure import FULL_STEPS, MAX_STEPS, Progress, versions
 from sd_tf.bench.peers.process import Process
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.report import gigabytes, hardware, machine, number, without_folders
+from sd_tf.bench.timing import summary
 
-HEAD = ("batch", "px", "pictures/s", "pictures/s, 1st = 1", "step", "picture call", "peak GB")
+HEAD = (
+    *("batch", "px", "pictures/s", "pictures/s, 1st = 1", "step", "step, min to max"),
+    *("picture call", "peak GB"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class ScalingOptions:
     sizes: tuple[int, ...] = (256, 384, 512, 640, 768)
     grid: str = "cross"
     steps: int = 2  # a step is timed by a picture of 1 step and one of 1 + `steps`
+    rounds: int = 3  # such pairs of pictures
     precision: str = "float32"
     device: str = "cpu"
 
@@ -62,6 +68,8 @@ def scale(options: ScalingOptions, progress: Progress) -> dict:
     chosen = points(options.batches, options.sizes, options.grid)
     if not 1 <= options.steps < FULL_STEPS:
         raise BenchError(f"`steps` is 1 to {FULL_STEPS - 1}. Received: {options.steps}")
+    if options.rounds < 1:
+        raise BenchError(f"`rounds` is at least 1. Received: {options.rounds}")
     work = Path(options.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
     load_average = os.getloadavg()
@@ -111,25 +119,47 @@ def measure(point: Point, checkpoint: Path, work: Path, options: ScalingOptions)
     try:
         with Process(job, work / "logs" / f"scaling-{point.batch}-{point.size}.log") as ours:
             loaded = ours.ask("load")
-            first, short, long = (
-                ours.ask("draw", steps=steps)["seconds"] for steps in (1, 1, 1 + options.steps)
-            )
+            first = ours.ask("draw", steps=1)["seconds"]
+            pairs = [
+                [ours.ask("draw", steps=steps)["seconds"] for steps in (1, 1 + options.steps)]
+                for _ in range(options.rounds)
+            ]
             memory = ours.ask("memory")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    step_seconds = (long - short) / options.steps  # without the parts of a call that run once
-    seconds = short + (FULL_STEPS - 1) * step_seconds
     return {
         **vars(point),
-        "images_per_second": point.batch / seconds,
-        "full_seconds": seconds,
+        **extrapolated(point.batch, pairs, options.steps),
         "first_seconds": first,
-        "short_seconds": short,
-        "long_seconds": long,
-        "step_seconds": step_seconds,
         "load_seconds": loaded["load_seconds"],
         "devices": loaded["devices"],
         **memory,
+    }
+
+
+def extrapolated(batch: int, pairs: Sequence[tuple[float, float]], steps: int) -> dict:
+    """Return a whole picture's figures from those of pictures of 1 step and of 1 + `steps`.
+
+    The difference of the two has none of the parts of a call that run once.
+
+    Args:
+        pairs: the seconds of one and of the other, drawn in turn.
+    """
+    short, long = (summary(seconds) for seconds in zip(*pairs, strict=True))
+    step = summary([(slow - fast) / steps for fast, slow in pairs])
+    if step["median"] <= 0:
+        raise BenchError(
+            f"A picture of {1 + steps} steps takes longer than one of 1 step, or nothing follows "
+            f"from the two: give more `steps` or more `rounds`. Received: {number(long['median'])} "
+            f"s and {number(short['median'])} s, medians of {len(pairs)}"
+        )
+    seconds = short["median"] + (FULL_STEPS - 1) * step["median"]
+    return {
+        "images_per_second": batch / seconds,
+        "full_seconds": seconds,
+        "short_seconds": short,
+        "long_seconds": long,
+        "step_seconds": step,
     }
 
 
@@ -146,7 +176,7 @@ def work(results: dict) -> str:
     label = KINDS[OURS].label_in(flags["precision"], flags["device"])
     return (
         f"{label}, {flags['precision']}, {FULL_STEPS} steps, extrapolated from 1 and "
-        f"{1 + flags['steps']}"
+        f"{1 + flags['steps']}, medians of {flags['rounds']} turns"
     )
 
 
@@ -158,7 +188,8 @@ def _rows(results: dict) -> list[list[str]]:
             str(point["size"]),
             number(point["images_per_second"]),
             f"{point['images_per_second'] / first:.2f}",
-            number(point["step_seconds"]),
+            number(point["step_seconds"]["median"]),
+            f"{number(point['step_seconds']['min'])} to {number(point['step_seconds']['max'])}",
             number(point["full_seconds"]),
             gigabytes(point["peak_memory_bytes"]),
         ]
