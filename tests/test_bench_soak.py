@@ -4,9 +4,11 @@ import base64
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +17,16 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from sd_tf.bench.application import Application, memory, name_of
+from sd_tf.bench import application
+from sd_tf.bench.application import (
+    Application,
+    command_line,
+    descendants,
+    memory,
+    name_of,
+    serving,
+)
+from sd_tf.bench.plan import BenchError
 from sd_tf.bench.soak import SoakOptions, table
 from sd_tf.bench.soak.chaos import Chaos, Samples
 from sd_tf.bench.soak.exports import ASKS, CHANGED, NAMES, Ask, make_checkpoints, put
@@ -216,6 +227,42 @@ def test_growth_is_that_of_the_peaks():
 )
 def test_names_of_processes(command, name):
     assert name_of(command) == name
+
+
+DEAF = """#!/bin/sh
+trap '' TERM
+sh -c 'trap "" TERM; while true; do sleep 1; done' ray::worker &
+echo the page:
+wait
+"""
+
+
+@pytest.mark.parametrize("error", [KeyError("the first"), None])
+def test_an_application_that_does_not_stop_is_killed(tmp_path, monkeypatch, error):
+    """With what it started; the error of the block stays the one that is raised."""
+    command = tmp_path / "deaf"
+    command.write_text(DEAF)
+    command.chmod(0o700)
+    monkeypatch.setattr(application.sys, "executable", str(command))
+    monkeypatch.setattr(application, "STOP_SECONDS", 1)
+    said = "These had not ended in 1 s, and were killed: .*deaf.*ray::worker"
+    started = []
+    with (
+        pytest.raises(BenchError if error is None else KeyError) as caught,
+        serving(tmp_path, tmp_path) as served,
+    ):
+        started += [served.process.pid, *descendants(served.process.pid)]
+        if error is not None:
+            raise error
+    if error is None:
+        assert re.match(said, str(caught.value))
+    else:
+        assert re.match(said, caught.value.__notes__[0])
+    end = time.monotonic() + 10
+    assert len(started) > 1
+    while left := [pid for pid in started if command_line(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
 
 
 def test_memory_of_a_process():

@@ -1,5 +1,6 @@
 """Start the Ray Serve application by its command, and find its processes."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -9,14 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sd_tf.bench.plan import BenchError
 from sd_tf.bench.run import python_path
 
-START_SECONDS, STOP_SECONDS = 400, 60
+START_SECONDS, STOP_SECONDS, STOP_PAUSE = 400, 120, 0.5
 REPLICA = re.compile(r"ray::ServeReplica:sd_tf:(\w+)")
 PROC = Path("/proc")
 
@@ -36,7 +36,7 @@ class Application:
         return replicas(self.process.pid, deployment)
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(
     export_dir: Path, folder: Path, *flags: str, address: str | None = None
 ) -> Iterator[Application]:
@@ -74,15 +74,36 @@ def serving(
                 )
             time.sleep(0.5)
         yield application
-    finally:
-        mine = descendants(process.pid)
-        process.send_signal(signal.SIGTERM)
-        process.wait(STOP_SECONDS)
-        end = time.monotonic() + STOP_SECONDS
-        while left := [pid for pid in mine if "ray" in command_line(pid)]:
-            if time.monotonic() > end:
-                raise BenchError(f"These have not ended: {[command_line(pid) for pid in left]}")
-            time.sleep(0.5)
+    except BaseException as error:  # which is what its caller is to see, however stopping goes
+        if killed := stop(process):
+            error.add_note(_not_ended(killed))
+        raise
+    if killed := stop(process):
+        raise BenchError(_not_ended(killed))
+
+
+def stop(process: subprocess.Popen) -> list[str]:
+    """Stop an application, and kill what has not ended in time; return the commands of that."""
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + STOP_SECONDS
+    while time.monotonic() < end:
+        left = [pid for pid in started if "ray" in command_line(pid)]
+        if process.poll() is not None and not left:
+            return []
+        time.sleep(STOP_PAUSE)
+    if process.poll() is None:
+        left = [process.pid, *{*left, *descendants(process.pid)}]
+    commands = [command for pid in left if (command := command_line(pid))]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid)
+    process.wait()
+    return commands
+
+
+def _not_ended(commands: list[str]) -> str:
+    return f"These had not ended in {STOP_SECONDS} s, and were killed: {commands}"
 
 
 def replicas(root: int, deployment: str) -> list[int]:
