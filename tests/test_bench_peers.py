@@ -534,18 +534,16 @@ def test_jax_replaces_ours_where_tensorflow_sees_no_gpu(tmp_path, monkeypatch, e
 class Replies(contextlib.nullcontext):
     """A worker whose stages take a second, and whose pictures 10, of which a step takes 2."""
 
-    REPLIES = {
-        "run": {"seconds": 1.0},
-        "draw": {"seconds": 10.0, "step_seconds": 2.0},
-        "memory": {"peak_memory_bytes": 1},
-    }
-
     def __init__(self, name):
         super().__init__()
         self.job = job(engine=name)
 
     def ask(self, do, **arguments):
-        return self.REPLIES[do]
+        return {
+            "run": {"seconds": 1.0},
+            "draw": {"seconds": 10.0, "step_seconds": 2.0},
+            "memory": {"peak_memory_bytes": 1},
+        }[do]
 
 
 @pytest.mark.parametrize(("name", "seconds"), [(OURS, 10.0 + 16 * 1.0), ("jax", 10.0 + 16 * 2.0)])
