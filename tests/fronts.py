@@ -33,6 +33,12 @@ class Handle:
     def __getattr__(self, method: str):
         return SimpleNamespace(remote=getattr(self._replica, method))
 
+    def broadcast(self, method: str, *arguments):
+        async def results(return_exceptions: bool = False) -> list:
+            return [await getattr(self._replica, method)(*arguments)]
+
+        return SimpleNamespace(results_async=results)
+
 
 @functools.cache
 def handles(folder: Path) -> dict[str, Handle]:

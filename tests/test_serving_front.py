@@ -8,6 +8,7 @@ import json
 import pickle
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from sd_tf.cli.main import main
 from sd_tf.serving.client import Client, ServerError, transports
 from sd_tf.serving.errors import RefusedError, ServingError
 from sd_tf.serving.ray_app.access import Access, read_key, read_origin
-from sd_tf.serving.ray_app.admission import Room
+from sd_tf.serving.ray_app.admission import Room, Slots
 from sd_tf.serving.ray_app.batching import MOST_PREVIEWS_WAITING, Events
 from sd_tf.serving.ray_app.http import make_app, read_body, unless_gone
 from sd_tf.serving.ray_app.listen import HttpServer, check_free, open_socket
@@ -100,6 +101,46 @@ def test_other_sites_draw_nothing(front, headers, status, message):
         found, _, content = send(front, path, body, **headers)
         assert found == status
         assert message in content["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("DELETE", "/generate", 405),
+        ("PUT", "/v1/images/generations", 405),
+        ("PATCH", "/v1/models/decoder", 405),
+        ("POST", "/health", 405),
+        ("POST", "/nowhere", 404),
+        ("POST", "/v1/images/nothing", 404),
+        ("POST", "/v1/nothing", 400),  # as TensorFlow Serving has it
+    ],
+)
+@pytest.mark.parametrize("kind", [None, "text/plain", "multipart/form-data; boundary=x"])
+def test_paths_and_methods_that_there_are_not(front, method, path, status, kind):
+    """They are told as such, whatever the kind of a body that nothing reads."""
+    connection = http.client.HTTPConnection(front.http, timeout=60)
+    headers = {} if kind is None else {"content-type": kind}
+    connection.request(method, path, b"{}", headers)
+    answer = connection.getresponse()
+    assert (answer.status, bool(json.loads(answer.read())["error"])) == (status, True)
+    connection.request(method, path, b"{}", {**headers, "origin": "https://evil.example"})
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
+def test_every_path_that_takes_a_body_asks_for_its_kind(front):
+    access, taken = Access("127.0.0.1"), 0
+    for route in front.front.http._server.config.app.routes:
+        if "POST" not in (getattr(route, "methods", None) or ()):
+            continue
+        if route.path == "/v1/images/{rest:path}":  # always refused
+            continue
+        path = route.path.replace("{path:path}", "models/decoder:predict")
+        taken += 1
+        with pytest.raises(RefusedError, match="Send the header `Content-Type: ") as refusal:
+            access.check("POST", path, {"host": "localhost", "content-type": "text/plain"})
+        assert refusal.value.status == 415
+    assert taken == 4
 
 
 @pytest.mark.parametrize(
@@ -324,8 +365,20 @@ def test_a_refusal_reaches_a_client_that_is_still_sending(front, locked):
     assert send(locked, "/generate", body, **headers)[0] == 401
 
 
-def test_a_slot_is_taken_before_the_body_is_read(locked):
+class Pictures:
+    """In place of the metric: the numbers of pictures by outcome."""
+
+    def __init__(self):
+        self.counts = Counter()
+
+    def inc(self, count, tags):
+        self.counts[tags["outcome"]] += count
+
+
+def test_a_slot_is_taken_before_the_body_is_read(locked, monkeypatch):
     """Two callers that send nothing fill a queue of two; a third is refused at its header."""
+    pictures = Pictures()
+    monkeypatch.setattr(locked.front.drawing, "pictures", pictures)
     head = (
         f"POST /generate HTTP/1.1\r\nHost: {locked.http}\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {KEY}\r\nContent-Length: 1000\r\n\r\n"
@@ -342,8 +395,28 @@ def test_a_slot_is_taken_before_the_body_is_read(locked):
             while b"\r\n\r\n{" not in answer and (part := third.recv(1 << 16)):
                 answer += part
         assert answer.startswith(b"HTTP/1.1 429 ")
-        assert b"2 calls are in progress. Try again later." in answer
+        assert b"2 pictures are waiting or arriving. Try again later." in answer
     wait_until(lambda: slots.count == 0 and locked.front.room.used == 0)
+    assert pictures.counts == {"refused": 1}
+
+
+def test_all_pictures_of_a_call_without_room_are_refused(locked, monkeypatch):
+    pictures = Pictures()
+    monkeypatch.setattr(locked.front.drawing, "pictures", pictures)
+    key = {"authorization": f"Bearer {KEY}"}
+    status, content = posted(locked, {**CALL, "count": 3}, **key)
+    assert status == 429 and "at most 2 may. Try again later." in content["error"]
+    assert pictures.counts == {"refused": 3}
+    assert posted(locked, {**CALL, "num_steps": 99}, **key)[0] == 422
+    assert pictures.counts == {"refused": 3}
+
+
+def test_a_place_that_a_model_call_does_not_find():
+    slots = Slots(1)
+    refused = pytest.raises(RefusedError, match=r"^1 calls are in progress\. Try again later\.$")
+    with slots.taken(), refused, slots.taken():
+        pass
+    assert slots.count == 0
 
 
 def wait_until(condition) -> None:

@@ -97,6 +97,32 @@ def no_ray(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--http_port", "0"], "--http_port is a port from 1 to 65535. Received: 0"),
+        (["--grpc_port", "65536"], "--grpc_port is a port from 1 to 65535. Received: 65536"),
+        (["--grpc_port", "8000"], "--grpc_port is another port than --http_port. Received: 8000"),
+        (
+            ["--metrics_port", "8500"],
+            "--metrics_port is another port than --grpc_port. Received: 8500",
+        ),
+        (
+            ["--num_steps", "3"],
+            "--num_steps is a whole number from 1 to 2, the export's limit. Received: 3",
+        ),
+        (
+            ["--guidance_scale", "1e7"],
+            "--guidance_scale is a number from -1000000 to 1000000. Received: 10000000.0",
+        ),
+    ],
+)
+def test_flags_that_no_call_could_use(no_ray, capsys, flags, message):
+    assert main(["serve", "ray", "--export_dir", str(micro_export()), *flags]) == 1
+    assert message in capsys.readouterr().err
+    assert no_ray == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("flags", [[], ["--address", "auto"]])
 def test_a_start_is_interrupted(no_ray, monkeypatch, capsys, number, flags):

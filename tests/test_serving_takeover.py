@@ -244,6 +244,12 @@ def test_places_for_adapters_after_fixed_weights(folder, monkeypatch):
             await taking.change()
         assert [name for name, *_ in model.calls].count("load") == 2
 
+        again = Takeover(folder, taking.models, lambda *_: None)
+        await again.begin()  # it can be opened, and the replicas cannot have it
+        assert again.served.digest == taking.served.digest != export_digest(folder)
+        with pytest.raises(TakeoverError, match=message):
+            await again.change()
+
     asyncio.run(run())
 
 
@@ -281,8 +287,10 @@ def test_a_batch_is_divided_for_an_export_of_smaller_batches():
     )
 
     async def run():
-        drawing, drawn = object.__new__(Drawing), []
+        drawing, drawn, filled = object.__new__(Drawing), [], []
         drawing.takeover = SimpleNamespace(served=old)
+        drawing.settings = SimpleNamespace(watch=2.0)
+        drawing.filled = SimpleNamespace(observe=filled.append)
 
         async def draw(served, jobs):
             if served is old:
@@ -294,9 +302,35 @@ def test_a_batch_is_divided_for_an_export_of_smaller_batches():
 
         drawing._draw_with, drawing._take_up = draw, take_up
         await drawing._draw(["a", "b", "c"])
+        assert filled == [1.0, 1.0]
+        await drawing._draw(["d"])
+        assert filled == [1.0, 1.0, 1.0]  # of the batch of one, not of the largest
         return drawn
 
-    assert asyncio.run(run()) == [("new", ["a", "b"]), ("new", ["c"])]
+    parts = ["a", "b"], ["c"], ["d"]
+    assert asyncio.run(run()) == [("new", part) for part in parts]
+
+
+def test_no_newer_export_is_drawn_with_unless_it_is_watched_for():
+    async def run():
+        drawing, taken = object.__new__(Drawing), []
+        shapes = Shapes(((16, 16),), (1,), 2, 4)
+        served = SimpleNamespace(digest="old", manifest=SimpleNamespace(shapes=shapes))
+        drawing.takeover = SimpleNamespace(served=served)
+        drawing.settings = SimpleNamespace(watch=0.0)
+
+        async def draw(*_):
+            raise StaleError("it is gone")
+
+        async def take_up():
+            taken.append("new")
+
+        drawing._draw_with, drawing._take_up = draw, take_up
+        with pytest.raises(StaleError, match="it is gone"):
+            await drawing._draw(["a"])
+        return taken
+
+    assert asyncio.run(run()) == []
 
 
 def test_a_call_that_the_new_export_cannot_draw():

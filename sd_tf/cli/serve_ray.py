@@ -1,7 +1,6 @@
 """`sd-tf serve ray --export_dir …`: run the Ray Serve application."""
 
 import argparse
-import math
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ from sd_tf.cli.arguments import (
     add_compile_cache,
     add_export_dir,
     add_jit_compile,
+    report,
     shapes,
 )
 from sd_tf.runtime.compile_cache import for_workers
@@ -22,6 +22,7 @@ from sd_tf.serving.ray_app.access import read_key, read_origin
 from sd_tf.serving.ray_app.settings import MOST_BODY, Scale, Settings
 
 DEFAULTS = Settings(export_dir="")
+LAST_PORT = 65535
 EPILOG = """\
 --replicas diffusion_model=1-4 scales between 1 and 4 with the load, decoder=2 keeps two; the
 deployments are front and the components of the export. On a cluster the export folder and sd_tf
@@ -157,18 +158,18 @@ def run(options: argparse.Namespace) -> int:
         if problems and options.address is None:  # this Ray will not grow
             raise ServingError(f"{'; '.join(problems)}. Lower --cpus or --gpus, or give --address.")
         for problem in problems:
-            _say(f"waiting for a node: {problem}")
+            report(f"waiting for a node: {problem}")
         if unused_gpus(scales, nodes):
-            _say(
+            report(
                 "the models run on the CPU: there is a GPU, but no deployment reserves a part of "
                 "it (--gpus diffusion_model=0.7 --gpus decoder=0.1 …)"
             )
         serve.start(proxy_location="Disabled")  # the fronts listen themselves
-        _say("loading and compiling …")
+        report("loading and compiling …")
         is_begun = True
-        fronts = nodes_of(deploy(application, NAME, _say))
+        fronts = nodes_of(deploy(application, NAME, report))
         is_ready = True
-        _say(
+        report(
             f"the page: http://{address(settings.host, settings.http_port)}   TensorFlow "
             f"Serving's API: grpc://{address(settings.host, settings.grpc_port)}   "
             f"on {', '.join(fronts)}"
@@ -178,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     except (KeyboardInterrupt, SystemExit):  # the second is Ray's, while it starts
         leave_nothing()  # a Ray of its own ends with what has started; a cluster goes on
         if not is_ready:
-            _say("stopped before the application was ready")
+            report("stopped before the application was ready")
             return 1
     except ServingError:
         leave_nothing()
@@ -186,10 +187,6 @@ def run(options: argparse.Namespace) -> int:
     finally:
         ray.shutdown()
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
@@ -200,7 +197,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
             "--metrics_port goes without --address: a cluster's is set by `ray start "
             "--metrics-export-port`."
         )
-    for name in ("max_queue", "max_count", "max_body", "num_steps"):
+    _check_ports(options)
+    for name in ("max_queue", "max_count", "max_body"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} is at least 1. Received: {value}")
@@ -211,8 +209,6 @@ def read_settings(options: argparse.Namespace) -> Settings:
         raise ValueError("--timeout is above 0. Received: 0")
     if options.max_body is not None and options.max_body > MOST_BODY:
         raise ValueError(f"--max_body is at most {MOST_BODY}. Received: {options.max_body}")
-    if options.guidance_scale is not None and not math.isfinite(options.guidance_scale):
-        raise ValueError(f"--guidance_scale is a number. Received: {options.guidance_scale}")
     if options.max_count > options.max_queue:
         raise ValueError(
             f"--max_count is at most --max_queue, {options.max_queue}: larger calls would always "
@@ -246,6 +242,19 @@ def read_settings(options: argparse.Namespace) -> Settings:
         watch=DEFAULTS.watch if options.watch else 0.0,
         keep_old=options.keep_old,
     )
+
+
+def _check_ports(options: argparse.Namespace) -> None:
+    names: dict[int, str] = {}
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        port = getattr(options, name)
+        if port is None:
+            continue
+        if not 1 <= port <= LAST_PORT:
+            raise ValueError(f"--{name} is a port from 1 to {LAST_PORT}. Received: {port}")
+        if port in names:
+            raise ValueError(f"--{name} is another port than --{names[port]}. Received: {port}")
+        names[port] = name
 
 
 def read_scales(options: argparse.Namespace) -> dict[str, Scale]:

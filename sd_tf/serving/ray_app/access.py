@@ -14,8 +14,10 @@ from sd_tf.serving.errors import RefusedError, ServingError
 SHORTEST_KEY = 16  # characters
 SCHEME = "bearer"
 JSON, FORM = "application/json", "multipart/form-data"
-FORM_PATHS = ("/v1/images/edits",)  # whose bodies are forms; all others are JSON
-MISSING_PATHS = ("/v1/images/variations",)  # where clients send forms that nothing here reads
+# Paths whose bodies are read; those below MODELS are TensorFlow Serving's.
+FORM_PATHS = ("/v1/images/edits",)
+JSON_PATHS = ("/generate", "/v1/images/generations")
+MODELS = "/v1/models/"
 PORTS = {"http": 80, "https": 443}  # that browsers leave out of an origin
 # Paths without secrets, which answer without the key: the page itself, and whether the server runs.
 OPEN_PATHS = ("/", "/docs", "/openapi.json", "/health", "/ready")
@@ -35,7 +37,8 @@ class Access:
         self._check_host(headers.get("host", ""))
         if method not in ("GET", "HEAD"):
             self._check_origin(headers)
-            self._check_kind(path, headers)
+            if method == "POST":
+                self._check_kind(path, headers)
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
             self.check_key(headers.get("authorization"))
 
@@ -45,9 +48,12 @@ class Access:
         Its browser asks before it sends JSON, and before it sends the header `Authorization`, but
         not before it sends a form. So a form needs that header, whether there is a key or not.
         """
-        if path in MISSING_PATHS:
+        if path in FORM_PATHS:
+            wanted = FORM
+        elif path in JSON_PATHS or path.startswith(MODELS):
+            wanted = JSON
+        else:
             return
-        wanted = FORM if path in FORM_PATHS else JSON
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != wanted:
             raise RefusedError(

@@ -10,16 +10,17 @@ BODIES = 8  # of the largest size, that there is room for
 
 
 class Slots:
-    """The places for calls in progress; a call that finds none is refused."""
+    """The places for calls; a call that finds none is refused."""
 
-    def __init__(self, most: int):
-        self.most, self.count = most, 0
+    def __init__(self, most: int, who: str = "calls are in progress"):
+        """Make `most` places; a refusal says `who` has them."""
+        self.most, self.who, self.count = most, who, 0
 
     @contextmanager
     def taken(self, others: int = 0) -> Iterator[None]:
         """Take a place until the block ends; `others` places are taken elsewhere."""
-        if self.count + others >= self.most:
-            raise RefusedError(429, f"{self.most} calls are in progress. Try again later.")
+        if (taken := self.count + others) >= self.most:
+            raise RefusedError(429, f"{taken} {self.who}. Try again later.")
         self.count += 1
         try:
             yield

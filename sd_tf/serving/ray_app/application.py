@@ -5,7 +5,9 @@ import dataclasses
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.needed_pictures import blank_pictures
 from sd_tf.serving.ray_app.front import Front
 from sd_tf.serving.ray_app.models import ModelReplica
 from sd_tf.serving.ray_app.settings import Scale, Settings
@@ -22,6 +24,7 @@ def build(settings: Settings):
     manifest = Manifest.read(settings.export_dir)
     for shape in settings.warm_up or ():
         manifest.shapes.checked(shape)
+    check_defaults(settings, manifest)
     settings = with_scales(settings, list(manifest.parts))
     models = {
         name: serve.deployment(ModelReplica, name=name)
@@ -41,6 +44,14 @@ def build(settings: Settings):
         **_options(settings.scales[FRONT], FRONT_CALLS)
     )
     return front.bind(settings, models)
+
+
+def check_defaults(settings: Settings, manifest: Manifest) -> None:
+    """Refuse a server's defaults for calls that the export cannot draw with."""
+    given = {"num_steps": settings.num_steps, "guidance_scale": settings.guidance_scale}
+    if any(value is not None for value in given.values()):
+        pictures = blank_pictures(manifest, manifest.shapes.first.size)
+        Call("", **given, **pictures).completed(manifest)
 
 
 def with_scales(settings: Settings, components: list[str]) -> Settings:

@@ -76,7 +76,6 @@ class Drawing:
         try:
             await self.batcher.put(jobs)
         except BusyError as error:
-            self.pictures.inc(len(jobs), {"outcome": "refused"})
             raise RefusedError(429, str(error)) from error
         self.waiting.set(len(self.batcher))
 
@@ -91,7 +90,9 @@ class Drawing:
             {"index": job.index, "prompt": job.call.prompt, "seed": job.call.seed} for job in jobs
         ]
         try:
-            yield "accepted", {"id": uuid.uuid4().hex, "images": images, "calls": calls}
+            # The export that the call was checked against, by which the page learns of another one.
+            told = {"id": uuid.uuid4().hex, "export": jobs[0].together.export}
+            yield "accepted", {**told, "images": images, "calls": calls}
             while missing:
                 left = start + timeout - time.monotonic()
                 try:
@@ -122,7 +123,6 @@ class Drawing:
         while True:
             jobs = await self.batcher.take()
             self.waiting.set(len(self.batcher))
-            self.filled.observe(len(jobs) / self.batcher.size)
             try:
                 await self._draw(jobs)
             except Exception as error:  # reported to the batch's callers; the lane goes on
@@ -138,14 +138,16 @@ class Drawing:
         while jobs:
             served = self.served
             size = served.manifest.shapes.divided(len(jobs))[0]  # one batch, as previews need it
+            batch = jobs[:size]
             try:
-                await self._draw_with(served, jobs[:size])
+                await self._draw_with(served, batch)
             except StaleError:  # a new export is in place: draw with it from the start
-                if is_again:
+                if is_again or not self.settings.watch:
                     raise
                 await self._take_up()
                 is_again = True
             else:
+                self.filled.observe(len(batch) / size)
                 jobs, is_again = jobs[size:], False
 
     async def _draw_with(self, served: Served, jobs: list[Job]) -> None:

@@ -16,6 +16,7 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.capabilities import use_of_picture
 from sd_tf.runtime.manifest import VERSION_FOLDER
 from sd_tf.serving.devices import see_reserved_gpus
+from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.access import Access
 from sd_tf.serving.ray_app.admission import BODIES, Room, Slots
 from sd_tf.serving.ray_app.batching import Job
@@ -71,7 +72,7 @@ class Front:
         self.drawing = Drawing(settings, models)
         await self.drawing.begin()
         self.readers = ThreadPoolExecutor(READERS)
-        self.arriving = Slots(settings.max_queue)
+        self.arriving = Slots(settings.max_queue, "pictures are waiting or arriving")
         most = await asyncio.to_thread(self._most_body)
         self.room = Room(BODIES * max(most, GENERATE_BODY), BODY_WITHIN)
         access = Access(settings.host, settings.allow_origin, settings.api_key_hash)
@@ -211,10 +212,16 @@ class Front:
 
         Returns what `read` returned, which a thread calls: the jobs and what else is to be known.
         """
-        with self.arriving.taken(others=len(self.drawing.batcher)):
-            async with self.room.held(body_size(request, GENERATE_BODY)):
-                body = await read_body(request, GENERATE_BODY)
-                loop = asyncio.get_running_loop()
-                jobs, more = await loop.run_in_executor(self.readers, read, body)
-                await self.drawing.put(jobs)
+        jobs: list[Job] = []
+        try:
+            with self.arriving.taken(others=len(self.drawing.batcher)):
+                async with self.room.held(body_size(request, GENERATE_BODY)):
+                    body = await read_body(request, GENERATE_BODY)
+                    loop = asyncio.get_running_loop()
+                    jobs, more = await loop.run_in_executor(self.readers, read, body)
+                    await self.drawing.put(jobs)
+        except RefusedError as error:
+            if error.status == 429:  # without a body, the number of pictures is not known
+                self.drawing.pictures.inc(len(jobs) or 1, {"outcome": "refused"})
+            raise
         return jobs, more

@@ -72,16 +72,12 @@ class Takeover:
         self._failed: Failure | None = None
 
     async def begin(self) -> None:
-        """Serve the export in the folder; if it cannot be read, the one that the replicas serve.
+        """Serve the export that all replicas have loaded; if there is none, the one in the folder.
 
-        The second is for a front that takes the place of another, which died.
+        A front that takes the place of another, which died, may find an export in the folder that
+        the replicas do not have, or cannot have. `change` takes it up if they can.
         """
-        try:
-            digest, _ = await asyncio.to_thread(self._seen)
-            self.served = await asyncio.to_thread(self._open, digest)
-        except (SdTfError, OSError) as error:
-            self.served = await self._as_replicas(error)
-            log.warning("serving what the replicas have loaded: %s", said(error))
+        self.served = await self._as_replicas() or await asyncio.to_thread(self._of_folder)
 
     async def change(self) -> None:
         """Serve the export that is in the folder now, once every replica has it ready.
@@ -120,13 +116,13 @@ class Takeover:
             await self._keep(digest)
             log.info("serving the export %s as version %d", digest, served.version)
 
-    async def _as_replicas(self, problem: Exception) -> Served:
-        """Return the export that all replicas serve, or raise the problem if there is none."""
+    async def _as_replicas(self) -> Served | None:
+        """Return the export that all replicas have loaded, or None if there is none."""
         answers = await asyncio.gather(*map(_served_by, self.models.values()))
         known = [digests for answer in answers for digests in answer]
         shared = set(known[0]).intersection(*known) if known else set()
         if not shared:
-            raise problem
+            return None
         digest = min(shared, key=known[0].index)
         handle = next(h for h, answer in zip(self.models.values(), answers, strict=True) if answer)
         files = await ask(handle, "description", digest)
@@ -139,6 +135,11 @@ class Takeover:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
             return self._served(digest, *open_export(Path(folder)))
+
+    def _of_folder(self) -> Served:
+        """Return the export in the folder."""
+        digest, _ = self._seen()
+        return self._open(digest)
 
     def _check_components(self, manifest: Manifest) -> None:
         """Refuse an export with other components: each is a deployment of its own."""
