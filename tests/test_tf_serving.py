@@ -465,7 +465,12 @@ def test_versions_and_labels(decoder, tmp_path, capsys):
     assert command("--out", out, "--version", 3, "--keep_old") == 0  # nothing is new
     assert labels_of(out) == {"stable": 3}
 
+    (out / "client/.DS_Store").touch()  # as a file manager does
+    (out / "client/4").touch()
+    (out / "client/copy of 3").mkdir()
     before = (out / "models.config").read_text()
+    assert command("--out", out, "--version", 3) == 0
+    assert (out / "models.config").read_text() == before
     for arguments, message in (
         (["--export_dir", decoder, "--version", 3], "has a version 3, and a server that knows it"),
         (["--version", 9], "has no version 9. It has 1, 2, 3."),

@@ -133,5 +133,10 @@ def components(folder: Path) -> list[str]:
 
 def versions(folder: Path, component: str) -> list[int]:
     """Return a model's versions: the server takes every folder named by a number for one."""
-    names = [path.name for path in (folder / MODELS / component).iterdir() if path.is_dir()]
+    return numbered(folder / MODELS / component)
+
+
+def numbered(folder: Path) -> list[int]:
+    """Return the numbers that folders in this one have for a name."""
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
     return sorted(int(name) for name in names if name.isdecimal())

@@ -278,16 +278,11 @@ class ModelServer:
             raise invalid(f"tensor parsing error: {name}") from error
 
 
-# ModelServer's methods, with the protos of their requests and responses.
+# ModelServer's methods, with the protos of their requests.
 REQUESTS = {
     "predict": predict_pb2.PredictRequest,
     "metadata": get_model_metadata_pb2.GetModelMetadataRequest,
     "status": get_model_status_pb2.GetModelStatusRequest,
-}
-RESPONSES = {
-    "predict": predict_pb2.PredictResponse,
-    "metadata": get_model_metadata_pb2.GetModelMetadataResponse,
-    "status": get_model_status_pb2.GetModelStatusResponse,
 }
 
 

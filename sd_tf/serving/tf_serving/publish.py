@@ -38,6 +38,7 @@ from sd_tf.serving.tf_serving.folder import (
     Settings,
     age_problem,
     components,
+    numbered,
     versions,
 )
 
@@ -152,7 +153,7 @@ def _check_target(out: Path, settings: Settings, new: bool) -> None:
 def _complete_versions(out: Path) -> set[int]:
     """Return the versions that were written to their end: the client's part is written last."""
     folder = out / CLIENT
-    return {int(path.name) for path in folder.iterdir()} if folder.is_dir() else set()
+    return set(numbered(folder)) if folder.is_dir() else set()
 
 
 def _labels(out: Path, version: int, canary: int | None, there: set[int], keep_old: bool) -> Labels:
