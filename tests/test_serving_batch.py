@@ -420,12 +420,70 @@ def test_errors_of_a_worker_are_its_answers(exported, manifest, tmp_path, monkey
     assert worker.problem is None
     answer = worker(item)
     assert len(answer["pngs"]) == 1 and not answer["problem"]
+    gone = {**call.described(), "image": str(tmp_path / "gone.png"), "strength": 0.5}
+    for calls, drawn in (([gone, call.described()], [False, True]), ([gone, gone], [False] * 2)):
+        answer = worker({"unit": 3, "calls": json.dumps(calls)})
+        assert [bool(png) for png in answer["pngs"]] == drawn and not answer["problem"]
+        assert [not reason for reason in answer["reasons"]] == drawn
+        assert answer["reasons"][0] == (
+            f"image: {tmp_path / 'gone.png'} cannot be read (No such file or directory)."
+        )
+    attempts = Answers(work.Attempts())
+    monkeypatch.setattr(worker, "attempts", attempts)
+    assert not worker(item)["problem"]
     monkeypatch.delattr(worker, "pipe")
     assert worker(item)["problem"].startswith("AttributeError: ")
     for _ in range(work.ATTEMPTS):
         answer = worker(item)
     expected = f"The unit 3 has ended its worker's process {work.ATTEMPTS + 1} times, often a sign"
     assert answer["problem"].startswith(expected)
+
+
+@pytest.mark.parametrize("file_format", ["png", "parquet"])
+def test_a_picture_that_is_lost_after_the_check(
+    exported, tmp_path, monkeypatch, capsys, file_format
+):
+    """Its row is listed as one that failed at the check; the others are drawn."""
+    reason = "image: b.png cannot be read (No such file or directory)."
+    lost_prompts = ["b", "d"]
+
+    def answers(units, *_):
+        for unit in units:
+            reasons = [reason if row.call.prompt in lost_prompts else "" for row in unit.rows]
+            pngs = [
+                b"" if lost else row.call.prompt.encode()
+                for row, lost in zip(unit.rows, reasons, strict=True)
+            ]
+            yield unit.index, pngs, reasons
+
+    monkeypatch.setattr(work, "connected", contextlib.nullcontext)
+    monkeypatch.setattr(work, "answers", answers)
+    monkeypatch.setattr(work.Resources, "workers", 1)
+    prompts, out = written(tmp_path / "p.txt", "a\nb\n\nd\ne"), tmp_path / "out"
+    given = arguments(exported, prompts, out, "--format", file_format)
+    assert main(given) == 1
+    printed = capsys.readouterr().out
+    assert f"rows whose pictures can be read no more: 2, see {out / 'failed.jsonl'}\n" in printed
+    assert printed.endswith(f"{out}: all 2 rows that can be drawn are done.\n")
+    failed = [json.loads(line) for line in (out / "failed.jsonl").read_text().splitlines()]
+    assert failed == [
+        {"row": 1, "id": "000001", "reason": reason},
+        {"row": 2, "id": "000002", "reason": "the prompt is empty"},
+        {"row": 3, "id": "000003", "reason": reason},
+    ]
+    if file_format == "png":
+        found = [(path.stem, path.read_bytes()) for path in sorted(out.glob("*.png"))]
+    else:
+        table = pyarrow.concat_tables(
+            pyarrow.parquet.read_table(path) for path in sorted(out.glob("part-*"))
+        )
+        found = list(zip(table["id"].to_pylist(), table["png"].to_pylist(), strict=True))
+    assert found == [("000000", b"a"), ("000004", b"e")]
+
+    lost_prompts.clear()
+    assert main(given) == 1  # the pictures are there again
+    assert capsys.readouterr().out.endswith(f"{out}: all 4 rows that can be drawn are done.\n")
+    assert len((out / "failed.jsonl").read_text().splitlines()) == 1
 
 
 # Drawing

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from sd_tf.cli.arguments import add_compile_cache, add_export_dir, add_jit_compile
@@ -14,6 +15,7 @@ from sd_tf.serving.batch import BatchError
 from sd_tf.serving.batch.folder import FAILED, FORMATS, Folder
 from sd_tf.serving.batch.rows import (
     COLUMNS,
+    Failure,
     Unit,
     check_rows,
     check_settings,
@@ -86,17 +88,18 @@ def run(options: argparse.Namespace) -> int:
         folder.claim(job, failures)
         if failures:
             print(f"rows that cannot be drawn: {len(failures)}, see {out / FAILED}", flush=True)
-        what = f"all {len(rows)} rows{' that can be drawn' if failures else ''}"
         missing = folder.missing(rows)
-        if not missing:
-            print(f"{out}: {what} are done, nothing is missing.")
-        else:
+        if missing:
             manifest.check_files(export_dir)
             print(f"{len(rows) - len(missing)} of {len(rows)} rows are done already", flush=True)
             units = divide(missing, manifest.shapes.largest_batch)
             _work(folder, units, options, export_dir, cache)
-            print(f"{out}: {what} are done.")
-    return 1 if failures else 0
+        if lost := len(folder.failures) - len(failures):
+            print(f"rows whose pictures can be read no more: {lost}, see {out / FAILED}")
+        which = " that can be drawn" if folder.failures else ""
+        nothing = "" if missing else ", nothing is missing"
+        print(f"{out}: all {len(rows) - lost} rows{which} are done{nothing}.")
+        return 1 if folder.failures else 0
 
 
 def _work(
@@ -113,19 +116,31 @@ def _work(
         options.address, options.workers, options.cpus_per_worker, options.gpus_per_worker
     )
     by_index = {unit.index: unit for unit in units}
-    made, count = 0, sum(len(unit.rows) for unit in units)
+    made, answered, count = 0, 0, sum(len(unit.rows) for unit in units)
     try:
         with work.connected(wanted) as resources:
             print(f"workers: {resources.workers}", flush=True)
             with Progress(count, "rows") as progress:
-                for index, pngs in work.answers(units, model, resources):
-                    folder.add(by_index[index], pngs)
-                    made += len(pngs)
-                    progress.reach(made)
+                for index, pngs, reasons in work.answers(units, model, resources):
+                    made += _add(folder, by_index[index], pngs, reasons)
+                    answered += len(pngs)
+                    progress.reach(answered)
     except KeyboardInterrupt:
         raise BatchError(f"Interrupted. {KEPT.format(made)}") from None
     except (BatchError, OSError) as error:
         raise BatchError(f"{str(error).rstrip('.')}. {KEPT.format(made)}") from error
+
+
+def _add(folder: Folder, unit: Unit, pngs: list[bytes], reasons: list[str]) -> int:
+    """Write a unit's pictures, and the reason where a row has none; return how many there are."""
+    rows = list(zip(unit.rows, pngs, reasons, strict=True))
+    if failures := [Failure(row.number, row.id, reason) for row, _, reason in rows if reason]:
+        folder.fail(failures)
+    drawn = [(row, png) for row, png, reason in rows if not reason]
+    if drawn:
+        of_rows, made = zip(*drawn, strict=True)
+        folder.add(replace(unit, rows=of_rows), list(made))
+    return len(drawn)
 
 
 def _check_resources(options: argparse.Namespace) -> None:

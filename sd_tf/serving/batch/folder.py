@@ -1,7 +1,7 @@
 """The output folder of one job, written by one process; every file is complete or absent.
 
     job.json       the job: input, export, flags
-    failed.jsonl   rows that cannot be drawn: row (from 0), id, reason
+    failed.jsonl   rows that cannot be drawn: row (from 0), id, reason; written anew by each start
     ID.png         one for each row, or
     part-N.parquet   one for each unit, N its first row: a row's id, prompt, settings and its
                      picture as PNG
@@ -38,6 +38,7 @@ class Folder:
 
     def __init__(self, path: Path, file_format: str):
         self.path, self.file_format = path, file_format
+        self.failures: list[Failure] = []
 
     @classmethod
     @contextlib.contextmanager
@@ -67,9 +68,15 @@ class Folder:
             self._write(JOB, (json.dumps(job, indent=1, ensure_ascii=False) + "\n").encode())
         else:
             _check_same(path, job)
+        self.fail(failures)
+
+    def fail(self, failures: Iterable[Failure]) -> None:
+        """List rows that cannot be drawn, beside those that this start has listed."""
+        by_row = {failure.row: failure for failure in (*self.failures, *failures)}
+        self.failures = [by_row[row] for row in sorted(by_row)]
         lines = [
             json.dumps(dataclasses.asdict(f), ensure_ascii=False).encode(errors="replace") + b"\n"
-            for f in failures
+            for f in self.failures
         ]
         if lines:
             self._write(FAILED, b"".join(lines))

@@ -85,10 +85,11 @@ def _chosen(wanted: Resources, gpus: float) -> Resources:
 
 def answers(
     units: list[Unit], model: Loading, resources: Resources
-) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield (a unit's index, its pictures as PNG) as units are finished.
+) -> Iterator[tuple[int, list[bytes], list[str]]]:
+    """Yield a unit's index, and for each of its rows a PNG and a reason, as units are finished.
 
-    Ray restarts a killed worker and repeats its unit; an error in a worker ends the job.
+    One of the two is empty: the reason says why there is no PNG. Ray restarts a killed worker and
+    repeats its unit; an error in a worker ends the job.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -111,7 +112,7 @@ def answers(
         for answer in made.iter_rows():
             if answer["problem"]:
                 raise BatchError(f"A worker failed: {answer['problem']}")
-            yield int(answer["unit"]), list(answer["pngs"])
+            yield int(answer["unit"]), list(answer["pngs"]), list(answer["reasons"])
     except ray.exceptions.RayError as error:
         raise BatchError(f"Ray failed: {error}") from error
 
@@ -147,14 +148,16 @@ class Worker:
             self.problem = described(error)
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
-        problem, pngs = self.problem, []
+        problem, pngs, reasons = self.problem, [], []
         if problem is None:
             try:
                 self._begin(f"unit {item['unit']}", f"The unit {item['unit']}", ATTEMPTS)
-                pngs = self.draw([Call(**opened(values)) for values in json.loads(item["calls"])])
+                calls, reasons = read_calls(json.loads(item["calls"]))
+                drawn = iter(self.draw(calls) if calls else [])
+                pngs = [b"" if reason else next(drawn) for reason in reasons]
             except Exception as error:
                 problem = described(error)
-        return {"unit": item["unit"], "pngs": pngs, "problem": problem or ""}
+        return {"unit": item["unit"], "pngs": pngs, "reasons": reasons, "problem": problem or ""}
 
     def load(self, model: Loading, resources: Resources) -> None:
         self._begin("start", "Loading the export", ATTEMPTS * resources.workers)
@@ -185,6 +188,22 @@ class Worker:
                 f"{what} has ended its worker's process {count - 1} times, often a sign of too "
                 f"little memory; see Ray's logs"
             )
+
+
+def read_calls(rows: list[dict[str, Any]]) -> tuple[list[Call], list[str]]:
+    """Open the pictures of rows; return the calls, and for each row why it has none, or "".
+
+    A picture may be gone or damaged since the row was checked.
+    """
+    calls, reasons = [], []
+    for values in rows:
+        try:
+            calls.append(Call(**opened(values)))
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            reasons.append("")
+    return calls, reasons
 
 
 def described(error: Exception) -> str:
