@@ -1,5 +1,6 @@
 """Files: absent or complete, locked by who lives, and read row by row."""
 
+import errno
 import os
 import re
 import signal
@@ -184,6 +185,22 @@ def test_a_lock_refuses_at_once(tmp_path):
     assert path.exists() and not is_held(path)
 
 
+def test_a_lock_that_is_waited_for(tmp_path):
+    path, order = tmp_path / ".lock", []
+
+    def wait():
+        with locks.held(path):
+            order.append("second")
+
+    with locks.held(path):
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join(0.2)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
+
+
 def is_held(path: Path) -> bool:
     """Ask another process."""
     code = """
@@ -240,6 +257,64 @@ def test_only_what_bears_the_marker_is_replaced(tmp_path):
     ):
         pass
     assert names(target) == ["notes"]
+    with (
+        pytest.raises(PublishError, match=r"notes is not an export \(it has no marker\)"),
+        staging(target / "notes", True, "marker", PublishError),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_appears_while_a_folder_is_written_stays(tmp_path, overwrite):
+    target = tmp_path / "target"
+    with (
+        pytest.raises(PublishError, match=r"target (exists\. Choose|is not an export)"),
+        staging(target, overwrite, "marker", PublishError) as folder,
+    ):
+        (folder / "marker").touch()
+        target.mkdir()
+        (target / "notes").touch()
+    assert names(target) == ["notes"] and names(tmp_path) == [".target.lock", "target"]
+
+
+def test_what_appears_before_the_lock_is_held_stays(tmp_path, monkeypatch):
+    target, held = tmp_path / "target", locks.held
+
+    def later(*arguments):
+        target.mkdir()
+        (target / "marker").touch()
+        return held(*arguments)
+
+    monkeypatch.setattr(locks, "held", later)
+    with (
+        pytest.raises(PublishError, match=r"target exists. Choose another"),
+        staging(target, False, "marker", PublishError),
+    ):
+        pytest.fail("it was let in")
+    assert names(target) == ["marker"]
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "is_told"),
+    [
+        (".target.staging/a", errno.EACCES, True),
+        ("target", errno.EROFS, True),
+        ("", errno.ENOTDIR, True),  # the folder that the target lies in
+        (None, errno.ENOSPC, True),  # a write has no name
+        (None, errno.EACCES, False),
+        ("checkpoint/a.safetensors", errno.EACCES, False),
+        ("other/b", errno.ENOSPC, False),
+    ],
+)
+def test_only_errors_at_the_target_are_said_to_be_of_it(tmp_path, place, number, is_told):
+    at = [] if place is None else [str(tmp_path / place)]
+    problem = OSError(number, "refused", *at)
+    expected = PublishError if is_told else OSError
+    with (
+        pytest.raises(expected, match="cannot be written to" if is_told else "refused"),
+        staging(tmp_path / "target", False, "marker", PublishError),
+    ):
+        raise problem
 
 
 # Rows

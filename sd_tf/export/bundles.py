@@ -6,9 +6,11 @@ its graph of objects in a third. A SavedModel that consists of others links thei
 adapters need new files for the places alone.
 """
 
+import contextlib
+import errno
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,15 @@ WEIGHTS_INDEX = "weights.index"  # beside a divided SavedModel: its first data f
 PLACES = "_adapters"  # behind a component's name: the attribute with its places for adapters
 
 Rows = Mapping[str, tuple[int, np.ndarray]]  # a variable's name → the first row, rows from there
+
+
+@contextlib.contextmanager
+def full_disk_told() -> Iterator[None]:
+    """Raise Python's error of a full disk in place of TensorFlow's."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise OSError(errno.ENOSPC, error.message) from error
 
 
 def place_name(component: str, matrix: str) -> str:
@@ -104,11 +115,12 @@ def _merge(values: Sequence[Path], model: Path, folder: Path) -> None:
             link(f"{source}{DATA}", f"{target}{DATA}")
         for path in prefix.parent.iterdir():
             path.unlink()
-        tf.raw_ops.MergeV2Checkpoints(  # moves the data files
-            checkpoint_prefixes=[str(one) for one in (*linked, own)],
-            destination_prefix=str(prefix),
-            delete_old_dirs=False,
-        )
+        with full_disk_told():
+            tf.raw_ops.MergeV2Checkpoints(  # moves the data files
+                checkpoint_prefixes=[str(one) for one in (*linked, own)],
+                destination_prefix=str(prefix),
+                delete_old_dirs=False,
+            )
 
 
 def _copy(source: Path, target: Path, names: Sequence[str], rows: Rows | None = None) -> None:
@@ -126,6 +138,7 @@ def _copy(source: Path, target: Path, names: Sequence[str], rows: Rows | None = 
             first, changed = rows[name]
             where = tf.range(first, first + len(changed))[:, None]
             tensors[i] = tf.tensor_scatter_nd_update(tensors[i], where, changed)
-    tf.raw_ops.SaveV2(
-        prefix=str(target), tensor_names=names, shape_and_slices=slices, tensors=tensors
-    )
+    with full_disk_told():
+        tf.raw_ops.SaveV2(
+            prefix=str(target), tensor_names=names, shape_and_slices=slices, tensors=tensors
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 from sd_tf.checkpoints import DIT, EDITOR, EMBEDDED, TINY, embedded_decoder
 from sd_tf.export import ExportOptions, export
+from sd_tf.files import locks
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.weights import open_checkpoint
 
@@ -34,11 +35,18 @@ def embedded_export(name: str, report: Callable[[str], None]) -> tuple[Path, dic
         )
     folder = FOLDER / name
     if not folder.exists():
-        report(f"exporting the embedded checkpoint {name} to {folder}, once")
-        decoder = embedded_decoder(PREVIEWED[name]) if name in PREVIEWED else None
-        checkpoint = open_checkpoint(EMBEDDED[name], preview_decoder=decoder)
-        export(checkpoint, folder, ExportOptions(verify="fast"))
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with locks.held(FOLDER / f".{name}.first_use"):  # another process may be making it
+            if not folder.exists():
+                _make(name, folder, report)
     found = Manifest.read(folder).checkpoint["diffusion_model"]["name"]
     if found != name:
         report(f"{folder} is an export of {found}")
     return folder, SUITED.get(found, {})
+
+
+def _make(name: str, folder: Path, report: Callable[[str], None]) -> None:
+    report(f"exporting the embedded checkpoint {name} to {folder}, once")
+    decoder = embedded_decoder(PREVIEWED[name]) if name in PREVIEWED else None
+    checkpoint = open_checkpoint(EMBEDDED[name], preview_decoder=decoder)
+    export(checkpoint, folder, ExportOptions(verify="fast"))
