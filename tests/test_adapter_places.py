@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,11 @@ from sd_tf.export.adapters import write_adapters
 from sd_tf.export.bundles import WEIGHTS_INDEX
 from sd_tf.export.modules import TablesBySize, Traces, keep_variables
 from sd_tf.export.replacement import merged
+from sd_tf.runtime import chain
 from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
-from sd_tf.runtime.adapters import LayerRecord, Layers, SwitchLock, opened
+from sd_tf.runtime.adapters import LayerRecord, Layers, SwitchLock, opened, rows_of
+from sd_tf.runtime.adapters import layers_of as layers_in
+from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest
 from sd_tf.runtime.parameter import CallError
 from sd_tf.runtime.pipeline import Pipeline
@@ -242,6 +246,27 @@ def test_an_export_without_places_refuses_adapters(files):
         pipe("a star", num_steps=2, adapters={"style": 1})
     with pytest.raises(ExportError, match="no places for adapters: export with --adapter_slots"):
         pipe.load_adapter("style", files["style"])
+
+
+def test_an_adapter_that_cannot_be_read_changes_nothing(files, monkeypatch):
+    """Also where its first layers, those of another component, could be read."""
+    manifest, put = Manifest.read(adapted_export()), []
+    runner = SimpleNamespace(put=lambda *written: put.append(written))
+    pipe = Chain(manifest, [runner], {}, 0.0, layers_in(adapted_export(), manifest))
+
+    def rows(adapter, layers, places):
+        if adapter is not None and "unet" in layers.parts:
+            raise AdapterError("a tensor is damaged")
+        return rows_of(adapter, layers, places)
+
+    monkeypatch.setattr(chain, "rows_of", rows)
+    with pytest.raises(AdapterError, match="a tensor is damaged"):
+        pipe.load_adapter("style", files["style"])
+    assert not put and not pipe.adapters
+    monkeypatch.undo()
+    pipe.load_adapter("style", files["style"])
+    assert [component for component, _, _ in put] == ["text_encoder", "diffusion_model"]
+    assert pipe.adapters == ["style"]
 
 
 def test_adapters_that_do_not_fit_are_refused(files, tmp_path):

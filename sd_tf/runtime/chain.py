@@ -161,9 +161,10 @@ class Chain:
         Calls that run end before; nothing is compiled.
         """
         adapter = opened(path, self._layers, self.manifest.adapters)
+        rows = self._rows(adapter)  # reads the file: if that fails, nothing was changed
         with self._switch.changing():
             places = with_adapter(self.manifest.adapters, name, adapter)
-            self._fill(places.loaded[name].slot, adapter)
+            self._fill(places.loaded[name].slot, rows)
             self.manifest = replace(self.manifest, adapters=places)
 
     def unload_adapter(self, name: str) -> None:
@@ -172,16 +173,20 @@ class Chain:
         with self._switch.changing():
             before = self.manifest.adapters
             places = without_adapter(before, name)
-            self._fill(before.loaded[name].slot, None)
+            self._fill(before.loaded[name].slot, self._rows(None))
             self.manifest = replace(self.manifest, adapters=places)
 
-    def _fill(self, slot: int, adapter: Adapter | None) -> None:
-        """Write an adapter, or zeros, into a slot of all replicas."""
+    def _rows(self, adapter: Adapter | None) -> dict[str, dict[str, np.ndarray]]:
+        """Return what each component's places hold of an adapter, or zeros."""
         places = self.manifest.adapters
-        for component, layers in self._layers.items():
-            rows = rows_of(adapter, layers, places)
+        return {name: rows_of(adapter, layers, places) for name, layers in self._layers.items()}
+
+    def _fill(self, slot: int, rows: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Write each component's rows into a slot of all replicas."""
+        first = slot * self.manifest.adapters.rank
+        for component, own in rows.items():
             for replica in self._replicas:
-                replica.put(component, rows, slot * places.rank)
+                replica.put(component, own, first)
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Decode latents (B, h, w, C), as a callback gets them, into uint8 pictures."""
