@@ -102,7 +102,11 @@ def test_the_familys_own_defaults():
 def test_further_guidance():
     """Its scales are for exports that have it, and the negative prompt's goes with one."""
     flux = manifest(further_scales=("true_guidance_scale",))
-    assert Call("a", "b").completed(flux).true_guidance_scale == 1.0
+    assert Call("a").completed(flux).true_guidance_scale == 1.0
+    assert Call("a", "b", true_guidance_scale=2).completed(flux).true_guidance_scale == 2.0
+    for more in ({}, {"true_guidance_scale": 1}):
+        with pytest.raises(CallError, match="negative_prompt goes with true_guidance_scale above"):
+            Call("a", "b", **more).completed(flux)
     with pytest.raises(CallError, match="true_guidance_scale above 1 goes with negative_p"):
         Call("a", true_guidance_scale=2).completed(flux)
     with pytest.raises(CallError, match=r"true_guidance_scale is a number from 1 to .*: 0.5"):
@@ -111,6 +115,20 @@ def test_further_guidance():
         Call("a", skip_layer_guidance_scale=2.8).completed(flux)
     skipping = manifest(further_scales=("skip_layer_guidance_scale",))
     assert Call("a").completed(skipping).skip_layer_guidance_scale == 0.0
+
+
+def test_a_negative_prompt_needs_guidance():
+    """An empty one, which forms and tables have, is as good as none."""
+    plain = manifest(guidance="none")
+    with pytest.raises(CallError, match=r"negative_prompt is only for exports with guidance"):
+        Call("a", "b").completed(plain)
+    with pytest.raises(CallError, match=r"this one was made without\.") as raised:
+        Call(["a", "b"], ["", "c"]).completed(plain)
+    assert raised.value.parameter == "negative_prompt"
+    flux = manifest(further_scales=("true_guidance_scale",))
+    for export in (plain, flux):
+        assert Call("a", "").completed(export).negative_prompt == ""
+        assert Call(["a", "b"], ["", ""]).completed(export).negative_prompt == ["", ""]
 
 
 def test_reuse():

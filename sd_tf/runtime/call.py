@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sd_tf.runtime.capabilities import (
+    GUIDED,
     WEIGHTED,
     check_image_encoder,
     check_vision_encoder,
@@ -67,9 +68,7 @@ class Call(Parameters):
             check_vision_encoder(manifest)
         if checked["prompt_syntax"] == WEIGHTED:
             check_weights(manifest)
-        if (checked["true_guidance_scale"] or 1.0) > 1.0 and checked["negative_prompt"] is None:
-            message = "true_guidance_scale above 1 goes with negative_prompt: give both."
-            raise CallError("true_guidance_scale", message)
+        _check_negative_prompt(checked, manifest)
         _check_shares(checked["control_start"], checked["control_end"])
         manifest.model_calls(checked["scheduler"], checked["num_steps"])
         return replace(self, **checked)
@@ -189,9 +188,28 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size:
     return known.check(value, manifest, size)
 
 
+def _check_negative_prompt(checked: dict[str, Any], manifest: Manifest) -> None:
+    """Refuse a negative prompt that no guidance takes, and guidance by one that is not there."""
+    negative, scale = checked["negative_prompt"], checked["true_guidance_scale"]
+    if scale is not None and scale > 1 and negative is None:
+        message = "true_guidance_scale above 1 goes with negative_prompt: give both."
+        raise CallError("true_guidance_scale", message)
+    texts = [negative] if negative is None or isinstance(negative, str) else negative
+    if not any(texts):  # "" asks for nothing
+        return
+    if not GUIDED.holds(manifest):
+        message = f"negative_prompt is only for {GUIDED.whose}; this one was made without."
+        raise CallError("negative_prompt", message)
+    if scale is not None and scale <= 1:
+        message = "negative_prompt goes with true_guidance_scale above 1: give both, or neither."
+        raise CallError("negative_prompt", message)
+
+
 def _check_shares(starts: Sequence[float] | None, ends: Sequence[float] | None) -> None:
     """Refuse a ControlNet's share of the steps that ends before it begins."""
-    for start, end in zip(starts or (), ends or (), strict=True):
+    if starts is None:
+        return
+    for start, end in zip(starts, ends, strict=True):
         if start >= end:
             message = f"control_end is above control_start, {start:g}. Received: {end:g}"
             raise CallError("control_end", message)

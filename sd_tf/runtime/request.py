@@ -67,7 +67,9 @@ def read_request(manifest: Manifest, call: Call) -> Request:
         start=start,
         time_ids=time_ids,
         negative_time_ids=negative_time_ids,
-        adapters=adapter_inputs(manifest.adapters, shared.adapters or {}),
+        adapters=adapter_inputs(
+            manifest.adapters, {} if shared.adapters is None else shared.adapters
+        ),
         controls=_controls(manifest, shared, start, calls),
         image_prompts=_image_prompts(manifest.image_prompts, shared),
     )

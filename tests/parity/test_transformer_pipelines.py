@@ -115,7 +115,7 @@ def test_true_guidance(pair):
         theirs={"true_cfg_scale": 3.0},
         ours={"true_guidance_scale": 3.0},
     )
-    unguided = check(pair, negative_prompt=negative)
+    unguided = check(pair)
     assert psnr(guided, unguided) < 40
 
 
