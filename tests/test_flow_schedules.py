@@ -287,6 +287,9 @@ def test_one_step_cannot_be_stretched():
         tables.steps(schedule, "flow_euler", 1)
     with np.errstate(invalid="ignore", divide="ignore"):
         assert euler_of(schedule, 1).sigmas[0].isnan()
+    with pytest.raises(ConfigError, match=r"max_steps must be at least 2 .*flow_euler.*eived: 1"):
+        pack(schedule, 1)
+    assert pack(schedule, 2).calls_by_sampler()["flow_euler"] == [0, 2]
 
 
 def test_a_dynamic_shift_lies_between_two_sizes():

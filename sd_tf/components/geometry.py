@@ -23,6 +23,8 @@ from sd_tf.runtime.shapes import Shapes, Size
 PRECISIONS = ("float32", "bfloat16", "float16")
 LEAST_TILE = 16  # latents: a fourth of it is what neighbours share
 GUIDANCE = ("classifier_free", "none")
+MOST_STEPS = 250  # the tables of all runs grow with its square: 150 MB here, 2.4 GB for 1000
+MOST_REUSE = 20  # verification runs each number, on a run of 20 steps; pages offer each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +84,6 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
         refuse(f"Rewrites are {', '.join(REWRITES)}.", ", ".join(unknown))
     if fixed.image_prompts < 1:
         refuse("A prompt has places for at least 1 picture.", fixed.image_prompts)
-    if fixed.reuse < 1:
-        refuse("A run of the deep layers serves at least 1 model call.", fixed.reuse)
-    if fixed.reuse > 1 and config.denoiser.feature_channels is None:
-        refuse(
-            "Only a UNet has deep layers whose features later model calls can reuse: `reuse` must "
-            "be 1 for a transformer.",
-            fixed.reuse,
-        )
     if fixed.prompt_chunks < 1:
         refuse("A prompt has at least 1 chunk.", fixed.prompt_chunks)
     if fixed.prompt_chunks > 1 and not takes_weights(config):
@@ -97,8 +91,22 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
             "Prompts of several chunks are for SD1, SD2 and SDXL: `prompt_chunks` must be 1.",
             fixed.prompt_chunks,
         )
-    if not 1 <= fixed.max_steps <= config.schedule.num_train_timesteps:
-        refuse(f"max_steps is 1…{config.schedule.num_train_timesteps}.", fixed.max_steps)
+    most_steps = min(MOST_STEPS, config.schedule.num_train_timesteps)
+    if not 1 <= fixed.max_steps <= most_steps:
+        refuse(f"max_steps is 1…{most_steps}.", fixed.max_steps)
+    most_reuse = min(MOST_REUSE, fixed.max_steps)
+    if not 1 <= fixed.reuse <= most_reuse:
+        refuse(
+            f"A run of the deep layers serves 1 to {most_reuse} model calls: at most {MOST_REUSE}, "
+            f"and `max_steps`.",
+            fixed.reuse,
+        )
+    if fixed.reuse > 1 and config.denoiser.feature_channels is None:
+        refuse(
+            "Only a UNet has deep layers whose features later model calls can reuse: `reuse` must "
+            "be 1 for a transformer.",
+            fixed.reuse,
+        )
     if not 0.0 <= fixed.guidance_rescale <= 1.0:
         refuse("The guidance rescale factor is between 0 and 1.", fixed.guidance_rescale)
     if fixed.guidance not in GUIDANCE:
@@ -180,6 +188,12 @@ def adapters_of(fixed: Fixed) -> AdapterPlaces:
     if fixed.adapter_layers not in LAYERS:
         refuse(f"The layers of adapters are {', '.join(LAYERS)}.", fixed.adapter_layers)
     if not fixed.adapter_slots:
+        if (fixed.adapter_rank, fixed.adapter_layers) != (DEFAULT_RANK, DEFAULT_LAYERS):
+            refuse(
+                "`adapter_rank` and `adapter_layers` are of places for adapters: give "
+                "`adapter_slots`, too.",
+                f"{fixed.adapter_rank}, {fixed.adapter_layers}",
+            )
         return NO_PLACES
     return AdapterPlaces(fixed.adapter_slots, fixed.adapter_rank, fixed.adapter_layers)
 

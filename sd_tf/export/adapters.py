@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sd_tf.adapters import AdapterError
 from sd_tf.export import bundles
+from sd_tf.export.replacement import check_saved_models
 from sd_tf.files.publish import link, staging
 from sd_tf.runtime.adapters import (
     ADAPTED_COMPONENTS,
@@ -46,11 +47,9 @@ def write_adapters(
     with staging(target, True, FILE_NAME, ExportError) as folder:
         manifest = Manifest.read(target)
         manifest.check_files(target)
-        if not all((target / name / VERSION_FOLDER).is_dir() for name in ADAPTED_COMPONENTS):
-            raise ExportError(
-                f"{target} has no SavedModels: it was compiled with JAX, where a pipeline's "
-                f"`load_adapter` puts adapters into their places."
-            )
+        check_saved_models(
+            target, manifest, "where a pipeline's `load_adapter` puts adapters into their places"
+        )
         layers = layers_of(target, manifest)
         places, changed = manifest.adapters, {}
         for name in removed:

@@ -8,7 +8,13 @@ from sd_tf.components.build import EVERY_COMPONENT, component_names
 from sd_tf.components.describe import manifest_of, origins
 from sd_tf.export.component import Report, export_component, export_text_to_image, lowering_of
 from sd_tf.export.options import ExportOptions, check
-from sd_tf.export.replacement import check_conditions, kept_from, merged
+from sd_tf.export.replacement import (
+    check_conditions,
+    check_options,
+    check_saved_models,
+    kept_from,
+    merged,
+)
 from sd_tf.files.publish import link, staging
 from sd_tf.runtime.graph_kernels import tell_software
 from sd_tf.runtime.manifest import (
@@ -27,7 +33,8 @@ def export(
     report: Report | None = None,
 ) -> Manifest:
     """Write all components, or replace some in an existing export; return the manifest."""
-    report = report or (lambda component, text: None)
+    if report is None:
+        report = _say_nothing
     target = Path(output_dir)
     geometry, wanted = check(checkpoint, options)
     known = component_names(checkpoint.config)
@@ -47,7 +54,9 @@ def export(
         components, figures = {}, {}
         if replacing:
             previous = Manifest.read(target)
+            check_saved_models(target, previous, "where no component is replaced: compile again")
             kept = kept_from(previous, wanted)
+            check_options(options, manifest, previous, kept)
             manifest = merged(manifest, previous, kept, wanted)
             check_conditions(target, kept, wanted, checkpoint, geometry)
             _keep(target, folder, previous, kept)
@@ -73,6 +82,10 @@ def export(
         )
         manifest.write(folder)
     return manifest
+
+
+def _say_nothing(component: str, text: str) -> None:
+    """Report no progress."""
 
 
 def _in_order(found: dict) -> dict:

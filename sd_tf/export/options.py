@@ -30,12 +30,28 @@ def check(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Geometry, tup
     wanted = known if options.components is None else tuple(options.components)
     if unknown := [name for name in wanted if name not in known]:
         refuse(f"Components are {', '.join(known)}.", ", ".join(unknown))
+    if len(set(wanted)) < len(wanted):
+        refuse("Each component is given once.", ", ".join(wanted))
     if not wanted:
         refuse(f"At least one component of {', '.join(known)} is exported.", "none")
     if checkpoint.embeddings and "text_encoder" not in wanted:
         refuse(
             "Embeddings change the text_encoder, so they are exported with it: add it to the "
             "components, or leave out the embeddings.",
+            ", ".join(wanted),
+        )
+    for adapter in checkpoint.adapters:
+        changed = [n for n in known if any(serves(n, part) for part in adapter.components)]
+        if not set(changed) & set(wanted):
+            refuse(
+                f"{adapter.name} changes the {' and the '.join(changed)}: add it to the components "
+                f"that are exported, or leave out the adapter.",
+                ", ".join(wanted),
+            )
+    if unused := [name for name in checkpoint.config.small_decoders if name not in wanted]:
+        refuse(
+            f"A small decoder is the {unused[0]}: add it to the components that are exported, or "
+            f"leave out the small decoder.",
             ", ".join(wanted),
         )
     if options.verify not in VERIFY:

@@ -8,8 +8,9 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from sd_tf.components import VISION_ENCODER
 from sd_tf.components.conditions import conditions_of
-from sd_tf.components.geometry import Geometry
+from sd_tf.components.geometry import Geometry, takes_weights
 from sd_tf.config import PREVIEW_DECODER
+from sd_tf.export.options import ExportOptions
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, VERSION_FOLDER, ExportError, Manifest, serves
 from sd_tf.weights import Checkpoint
 
@@ -50,6 +51,16 @@ OWNED = {
         "reuse",
     ),
 }
+# Options that decide a field of what a component owns, and may differ from what the export has.
+DECIDES = {
+    "max_steps": "max_steps",
+    "guidance_rescale": "guidance_rescale",
+    "reuse": "reuse",
+    "prompt_chunks": "prompt_chunks",
+    "jit_compile_text_encoder": "jit_compiled_text_encoder",
+    "adapter_slots": "adapters",
+    "tile": "tile",
+}
 TEXT_CONDITIONS = ("context", "pooled")  # what a text encoder gives to a diffusion model
 
 
@@ -59,6 +70,41 @@ def kept_from(previous: Manifest, replaced: Collection[str]) -> list[str]:
     if "diffusion_model" in replaced and VISION_ENCODER in kept:
         kept.remove(VISION_ENCODER)
     return kept
+
+
+def check_saved_models(export: Path, manifest: Manifest, instead: str) -> None:
+    """Refuse a folder that JAX compiled; `instead` completes the message."""
+    if not all((export / name / VERSION_FOLDER).is_dir() for name in manifest.components):
+        raise ExportError(f"{export} has no SavedModels: it was compiled with JAX, {instead}.")
+
+
+def check_options(
+    options: ExportOptions, manifest: Manifest, previous: Manifest, kept: Collection[str]
+) -> None:
+    """Refuse an option of components that stay, unless it is as they have it.
+
+    Args:
+        manifest: that of the options alone.
+    """
+    default, owned = ExportOptions(), _owned(kept)
+    for option, field in DECIDES.items():
+        is_given = getattr(options, option) != getattr(default, option)
+        old, new = _compared(previous, field), _compared(manifest, field)
+        if is_given and field in owned and old != new:
+            raise ExportError(
+                f"`{option}` would change components that stay, out of {', '.join(kept)}, which "
+                f"have {_said(field, old)}: leave it out, or replace them, too. Received: "
+                f"{_said(field, new)}"
+            )
+
+
+def _owned(kept: Collection[str]) -> list[str]:
+    """Return the fields that components decide which stay."""
+    owned = [field for name in kept for field in OWNED.get(name, ())]
+    for components, fields in SHARED_BY.items():
+        if any(name in components for name in kept):
+            owned += fields
+    return owned
 
 
 def merged(
@@ -71,12 +117,9 @@ def merged(
             f"replaced together: export all components. Received: {', '.join(replaced)}"
         )
     shared = list(SHARED)
-    owned = [field for name in kept for field in OWNED.get(name, ())]
     for components, fields in SHARED_BY.items():
-        if any(name in components for name in kept):
-            owned += fields
-            if any(name in components for name in replaced):
-                shared += fields
+        if all(any(name in components for name in names) for names in (kept, replaced)):
+            shared += fields
     for field in shared:
         old, new = _compared(previous, field), _compared(manifest, field)
         if old != new:
@@ -96,12 +139,14 @@ def merged(
         for part, kind in one.storage.items()
         if any(serves(name, part) for name in names)
     }
-    fields = {field: getattr(previous, field) for field in owned}
+    fields = {field: getattr(previous, field) for field in _owned(kept)}
     return dataclasses.replace(manifest, storage=storage, **fields)
 
 
 def _compared(manifest: Manifest, field: str) -> object:
-    """Return a field's value; of the places for adapters, without what they hold."""
+    """Return a field's value as options decide it; of places for adapters, not what they hold."""
+    if field == "reuse":
+        return manifest.reuse.most
     if field != "adapters":
         return getattr(manifest, field)
     places = manifest.adapters
@@ -140,10 +185,29 @@ def check_conditions(
     else:
         return
     if given != taken:
+        there = given if taken is theirs else taken
         raise ExportError(
-            f"The text_encoder must give what the diffusion_model takes, {taken}: replace both, or "
-            f"choose a checkpoint that fits the one that stays. Received: {given}"
+            f"The text_encoder must give what the diffusion_model takes, {taken}: "
+            f"{_mend(there, theirs, checkpoint, geometry)}. Received: {given}"
         )
+
+
+def _mend(
+    there: dict[str, tuple[int, ...]],
+    theirs: dict[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    geometry: Geometry,
+) -> str:
+    """Say how a checkpoint's conditions, `theirs`, are made those of the component that stays."""
+    (_, wanted, _), (batch, own, width) = there["context"], theirs["context"]
+    if wanted != own and there == {**theirs, "context": (batch, wanted, width)}:
+        if takes_weights(checkpoint.config):
+            chunks = wanted * geometry.prompt_chunks // own
+            return f"give `prompt_chunks`={chunks}, as the export has it"
+        if t5s := [*checkpoint.config.t5_encoders]:
+            length = checkpoint.empty_text(t5s[0]).shape[-1] + wanted - own
+            return f"give `max_sequence_length`={length}, as the export has it"
+    return "replace both, or choose a checkpoint that fits the one that stays"
 
 
 def _shapes(export: Path, component: str, side: str) -> dict[str, tuple[int, ...]]:

@@ -39,8 +39,12 @@ def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
 
     Where the shift depends on the pictures' size, the schedule is one size's (`for_patches`); all
     sizes have the same runs, only their rows differ.
+
+    Raises:
+        ConfigError: the schedule's own sampler has no run of so few steps.
     """
     check_sampler(schedule, schedule.sampler)
+    _check_most(schedule, max_steps)
     rows, starts, calls, scales, signals, sigmas = [], [], [], [], [], []
     offset = 0
     for sampler in SAMPLERS:
@@ -67,3 +71,17 @@ def pack(schedule: ScheduleConfig, max_steps: int) -> Packed:
         np.reshape(calls, shape).astype("int32"),
         np.reshape(scales, shape).astype("float32"),
     )
+
+
+def _check_most(schedule: ScheduleConfig, max_steps: int) -> None:
+    for count in range(1, schedule.num_train_timesteps):
+        try:
+            steps(schedule, schedule.sampler, count)
+        except ConfigError:
+            continue
+        if count > max_steps:
+            raise ConfigError(
+                f"max_steps must be at least {count} for this schedule, whose scheduler "
+                f"{schedule.sampler} has no run of fewer steps. Received: {max_steps}"
+            )
+        return
