@@ -7,6 +7,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import load_image
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -67,6 +69,22 @@ def test_a_list_has_one_for_each_net():
     assert not request.controls[GUESS]
 
 
+def test_a_net_whose_share_is_empty_is_off():
+    """Its picture is not even embedded; whether it has all guess does not depend on that."""
+    pooling = replace(TWO, controls=(ControlRecord("shuffle", True), TWO.controls[1]))
+    request = read(pooling, control_image=LINES, control_start=[0.1, 0], control_end=[0.2, 1])
+    np.testing.assert_array_equal(request.controls[SCALES], [0, 1])
+    assert request.controls[GUESS]
+
+
+def test_what_is_told_of_a_call():
+    """Nothing of a net that was not run, and how many pictures there were."""
+    request = read(TWO, control_image=[LINES, None], control_scale=[0.7, 3], control_end=0.5)
+    told = request.shared.described()
+    assert told["control_scale"] == [0.7, None] and told["control_end"] == [0.5, None]
+    assert request.shared.picture_counts() == {"control_image": [1, None]}
+
+
 def test_pictures_for_each_prompt():
     given = Each([[LINES, HILLS], [HILLS, LINES]])
     request = read(TWO, "a", "b", control_image=given)
@@ -80,6 +98,11 @@ def test_pictures_for_each_prompt():
 def test_no_picture_is_no_control():
     request = read(TWO)
     np.testing.assert_array_equal(request.controls[SCALES], [0, 0])
+    for nothing in ([None, None], Each([[None, None]])):
+        other = read(TWO, control_image=nothing, control_scale=0.5)
+        assert other.shared.alike() == request.shared.alike()
+        assert other.shared.picture_counts() == {}
+        np.testing.assert_array_equal(other.controls[SCALES], [0, 0])
     assert read(manifest()).controls == {}
 
 
@@ -143,6 +166,82 @@ def test_calls_that_are_refused(by, given, message):
 def test_one_call_uses_the_same_nets():
     with pytest.raises(CallError, match="the same ControlNets in all pictures"):
         read(TWO, "a", "b", control_image=Each([[LINES, None], [None, LINES]]))
+
+
+# Pictures
+
+MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV")
+# As the pipelines of ControlNets make it.
+PROCESSOR = VaeImageProcessor(vae_scale_factor=8, do_convert_rgb=True, do_normalize=False)
+
+
+def odd_picture(number):
+    """A picture of an odd size, or of the drawn one, and one of the modes."""
+    rng = np.random.default_rng(number)
+    height, width = rng.integers(5, 200, 2) if number % 3 else (64, 64)
+    levels = rng.integers(0, 256, (height, width, 4), "uint8")
+    levels[: height // 2, : width // 3] = rng.integers(0, 256, 4)
+    levels[height // 2 :, : width // 3, 3] = 0  # colours that are not seen
+    mode = MODES[number % len(MODES)]
+    image = Image.fromarray(levels, "RGBA")
+    return image.convert(mode) if mode in ("RGBA", "LA") else image.convert("RGB").convert(mode)
+
+
+def seen(image):
+    """What a net is given of a picture, 64x64 px."""
+    return read(ONE, control_image=image).shared.control_image[0].astype("float32") / 255
+
+
+def processed(image):
+    return np.moveaxis(PROCESSOR.preprocess(image, 64, 64).numpy()[0], 0, -1)
+
+
+def test_pictures_are_the_published_processors():
+    """Bit for bit, on 54 pictures of many modes and odd sizes."""
+    for number in range(54):
+        image = odd_picture(number)
+        np.testing.assert_array_equal(seen(image), processed(image), err_msg=image.mode)
+
+
+@pytest.mark.filterwarnings("ignore:Palette images:UserWarning")
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGBA", {}),
+        ("LA", {}),
+        ("P", {"transparency": 3}),
+        ("P", {"transparency": bytes(range(256))}),
+        ("RGB", {"transparency": (0, 0, 0)}),
+        ("RGB", {"format": "JPEG", "exif": {0x0112: 6}}),
+        ("CMYK", {"format": "JPEG"}),
+        ("RGBA", {"format": "WEBP", "lossless": True}),
+    ],
+)
+def test_files_are_scaled_as_they_are(tmp_path, mode, options):
+    """Upright, as diffusers' own reader turns them."""
+    image = odd_picture(MODES.index(mode) + 9)
+    form, exif = options.pop("format", "PNG"), Image.Exif()
+    exif.update(options.pop("exif", {}))
+    image.save(tmp_path / "x", form, exif=exif, **options)
+    opened = Call.parameters()["control_image"].open_file(tmp_path / "x")
+    upright = load_image(str(tmp_path / "x"), lambda image: image)
+    assert opened.mode == upright.mode
+    np.testing.assert_array_equal(seen(opened), processed(upright))
+
+
+def test_white_lines_on_nothing_stay_lines():
+    image = Image.new("RGBA", (64, 64), (255, 255, 255, 0))
+    image.paste("white", (10, 0, 14, 64))
+    scaled = seen(image.resize((100, 100)))
+    assert scaled[:, 11:13].min() > 0.9 and scaled[:, 30:].max() == 0
+
+
+def test_16_bits_are_scaled_to_8():
+    """The processor clips them, so that nearly all is white."""
+    levels = np.random.default_rng(0).integers(0, 256, (50, 70)).astype("uint8")
+    deep = Image.fromarray(levels.astype("uint16") * 257)
+    np.testing.assert_array_equal(seen(deep), processed(Image.fromarray(levels)))
+    assert processed(deep).mean() > 0.95
 
 
 # Files

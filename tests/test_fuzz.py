@@ -129,7 +129,7 @@ def test_pngs(folder):
         except (ValueError, OSError) as error:
             assert str(error)
             return
-        assert isinstance(found, dict) and isinstance(pictures, list)
+        assert isinstance(found, dict) and isinstance(pictures, dict)
 
     read()
 

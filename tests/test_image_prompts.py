@@ -152,9 +152,12 @@ def test_an_export_without_the_encoder():
 class Encoder(Runner):
     """Keeps what its vision encoder was asked for."""
 
+    asked = ()
+
     def call(self, component, endpoint, shape, **inputs):
-        self.asked = [*getattr(self, "asked", []), inputs[GIVEN].tolist()]
-        return {tokens_of(0): np.ones((shape.batch_size, 4, 16), "float32")}
+        self.asked = [*self.asked, inputs[GIVEN].tolist()]
+        tokens = np.ones((shape.batch_size, 4, 16), "float32")
+        return {tokens_of(number): tokens for number in range(2)}
 
 
 @pytest.mark.parametrize(("guidance", "asked"), [("classifier_free", [[0], [1]]), ("none", [[1]])])
@@ -165,6 +168,15 @@ def test_no_picture_is_encoded_for_guidance_alone(guidance, asked):
     assert runner.asked == asked
     assert found["unconditional_image_context"].any() == (guidance != "none")
     assert found[tokens_of(0)][0, :4].all() and not found[tokens_of(0)][0, 4:].any()
+
+
+def test_of_an_adapter_at_scale_0_no_picture_is_encoded():
+    for scales, asked in (([0, 0], []), ([0, 1], [[0], [1]])):
+        runner = Encoder(TWO, jit_compile=False)
+        request = read(TWO, image_prompt=[SEA, MOON], image_prompt_scale=scales)
+        found = runner._image_prompts(request, range(1))
+        assert [*runner.asked] == asked
+        assert not found[tokens_of(0)].any() and found[tokens_of(1)].any() == bool(asked)
 
 
 # Files
@@ -382,10 +394,17 @@ def test_generate(load_once, pipe, tmp_path, capsys):
     expected = pipe(PROMPT, image_prompt=[MOON, SEA], image_prompt_scale=0.7, **CALL).images[0]
     assert psnr(made, expected, peak=255) >= 50
     parameters, pictures = read_parameters(tmp_path / "3.png")
-    assert parameters["image_prompt_scale"] == [0.7] and pictures == ["image_prompt"]
+    assert parameters["image_prompt_scale"] == [0.7] and pictures == {"image_prompt": [2]}
     capsys.readouterr()
-    assert main([*command, "--from_png", str(tmp_path / "3.png")]) == 1
-    assert "give --image_prompt again" in capsys.readouterr().err
+    repeat = ["generate", "--from_png", str(tmp_path / "3.png"), *command[2:-2]]
+    for other in ([], shown[:2], ["--image_prompt="]):
+        assert main([*repeat, *other]) == 1
+        assert "give --image_prompt FILE,FILE again." in capsys.readouterr().err
+    assert main([*repeat, *shown, "--out", str(tmp_path / "again")]) == 0
+    again = np.asarray(Image.open(tmp_path / "again" / "3.png"))
+    np.testing.assert_array_equal(again, made)
+    assert main([*command, "--image_prompt=", "--out", str(tmp_path / "plain")]) == 0
+    assert read_parameters(tmp_path / "plain" / "3.png")[1] == {}
 
 
 def test_flags_with_several_pictures_for_several_adapters(tmp_path, monkeypatch):
@@ -405,6 +424,7 @@ def test_flags_with_several_pictures_for_several_adapters(tmp_path, monkeypatch)
     assert counts("", "moon.png,sea.png") == [None, 2]
     assert counts("moon.png,sea.png") == [1, 1], "a list with one for each, as in a table's cell"
     assert counts("sea,moon.png") == [1, 1], "a file's own name"
+    assert counts("moon.png, sea.png", " sea.png , moon.png") == [2, 2]
     with pytest.raises(OSError, match=r"'mon\.png'"):
         counts("moon.png,mon.png", "")
 
@@ -508,6 +528,32 @@ def test_rows(tmp_path):
         strict=True,
     ):
         assert message in failure.reason
+
+
+def test_rows_that_flags_complete(tmp_path, monkeypatch):
+    """Flags give pictures as `generate` takes them; a table's cell may have a name with commas."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("moon.png", "sea.png", "sea,moon.png"):
+        MOON.save(name)
+    moon, sea = (str(tmp_path / name) for name in ("moon.png", "sea.png"))
+
+    def drawn(export, entry, **flags):
+        settings = check_settings({"seed": 0, "num_steps": 2, **flags}, export)
+        rows, failures = check_rows([{"prompt": "a", **entry}], settings, export, tmp_path)
+        assert failures == []
+        return rows[0].call.image_prompt
+
+    assert drawn(ONE, {}, image_prompt="moon.png,sea.png") == [[moon, sea]]
+    assert drawn(ONE, {}, image_prompt=["moon.png", "sea.png"]) == [[moon, sea]]
+    assert drawn(TWO, {}, image_prompt="moon.png, sea.png") == [moon, sea]
+    assert drawn(TWO, {}, image_prompt=["moon.png,sea.png", ""]) == [[moon, sea], None]
+    assert drawn(TWO, {}, image_prompt_scale=0.5) is None
+    assert drawn(ONE, {"image_prompt": "sea,moon.png"}) == [str(tmp_path / "sea,moon.png")]
+    assert drawn(ONE, {"image_prompt": ""}, image_prompt="moon.png") is None
+    settings = check_settings({"seed": 0, "num_steps": 2}, TWO)
+    long = ",".join(["moon.png"] * 600)
+    [failure] = check_rows([{"prompt": "a", "image_prompt": long}], settings, TWO, tmp_path)[1]
+    assert failure.reason.endswith("Received: 600")
 
 
 @pytest.mark.long

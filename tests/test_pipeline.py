@@ -298,7 +298,7 @@ def test_generate_and_repeat(load_once, exported, tmp_path, capsys):
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["7.png", "8.png", "contact_sheet.png"]
     parameters, needed = read_parameters(str(tmp_path / "one/8.png"))
-    assert needed == []
+    assert needed == {}
     text = Image.open(tmp_path / "one/8.png").text[METADATA]
     assert str(small_folder().parent) not in text
     assert json.loads(text)["checkpoint"] == Manifest.read(exported).checkpoint

@@ -1,9 +1,10 @@
 """Which pictures a command makes and where it puts them, wherever the models run."""
 
 import argparse
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,20 @@ from sd_tf.cli.parameters import add_parameters, given
 from sd_tf.cli.progress import Progress
 from sd_tf.files import atomic
 from sd_tf.runtime.call import Call
+from sd_tf.runtime.capabilities import GUIDED
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.parameter import Parameter
-from sd_tf.runtime.pictures import PictureError, contact_sheet, open_picture
+from sd_tf.runtime.pictures import PictureError, contact_sheet
 from sd_tf.runtime.png import metadata, png_bytes, read_parameters
 from sd_tf.runtime.request import read_request
 
 CONTACT_SHEET = "contact_sheet"
 LISTED = 10  # of the pictures that are missing
+LITTLE_GUIDANCE = (
+    "Warning: a guidance_scale of {:g}: 0 draws the negative prompt alone, 1 the prompt alone. For "
+    "a checkpoint that was published with 0, meaning no guidance (SDXL-Turbo, Lightning), give 1, "
+    "or export it with --guidance=none."
+)
 
 
 def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,33 +46,50 @@ def read_wanted(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("Give a prompt, or --from_png.")
     if options.count < 1:
         raise ValueError(f"--count is at least 1. Received: {options.count}")
-    parameters, needed = read_parameters(options.from_png) if options.from_png else ({}, [])
+    parameters, needed = read_parameters(options.from_png) if options.from_png else ({}, {})
     parameters |= given(options)
-    if missing := [name for name in needed if name not in parameters]:
+    known = Call.parameters()
+    files = [name for name in parameters if known[name].is_file]
+    for name in files:
+        parameters[name] = known[name].paths(parameters[name], os.path.isfile)
+    if missing := [name for name in needed if not _is_as_before(name, needed, parameters)]:
+        flags = ", ".join(_flags(name, needed[name]) for name in missing)
         raise ValueError(
-            f"{options.from_png} was made with {' and '.join(needed)}; to repeat it, give "
-            f"{', '.join('--' + name for name in missing)} again."
+            f"{options.from_png} was made with {' and '.join(needed)}; to repeat it, give {flags} "
+            f"again."
         )
     prompts = parameters["prompt"]
     prompts = [prompts] if isinstance(prompts, str) else prompts
     parameters["prompt"] = [prompt for prompt in prompts for _ in range(options.count)]
-    for name, known in Call.parameters().items():
-        if known.is_file and name in parameters:
-            parameters[name] = _opened(parameters[name], known)
+    for name in files:
+        parameters[name] = _opened(parameters[name], known[name])
     return parameters
 
 
-def _opened(path: str | list[str], known: Parameter) -> Any:
-    """Open a picture, or those for several models, where an empty path stands for none.
+def _is_as_before(name: str, needed: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    """Whether a picture is given, and as many for each of several models as before."""
+    value, counts = parameters.get(name), needed[name]
+    if value is None or counts is None:
+        return value is not None
+    return Call.parameters()[name].counts(value, len(counts)) == counts
 
-    Where a model takes several pictures, commas separate them, unless a file has that very name.
-    """
+
+def _flags(name: str, counts: Sequence[int | None] | None) -> str:
+    """Return the flags that give pictures anew: one for each of several models."""
+    if counts in (None, [1]):
+        return f"--{name}"
+    files = [",".join(["FILE"] * (count or 0)) for count in counts]
+    return " ".join(f"--{name} {file}" if file else f"--{name}=" for file in files)
+
+
+def _opened(path: Any, known: Parameter) -> Any:
+    """Open a picture, or those for several models, where None stands for no picture."""
+    if path is None:
+        return None
     if isinstance(path, list):
-        return [_opened(one, known) if one else None for one in path]
-    if known.takes_several and "," in path and not Path(path).is_file():
-        return [_opened(one, known) for one in path.split(",")]
+        return [_opened(one, known) for one in path]
     try:
-        return open_picture(path)
+        return known.open_file(path)
     except PictureError as error:
         raise ValueError(f"{path}: {error}.") from error
 
@@ -76,6 +100,8 @@ def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = Tr
     An error or Ctrl+C leaves the saved pictures in place, and the missing ones are listed.
     """
     each = read_request(chain.manifest, Call.of(**wanted)).each
+    if GUIDED.holds(chain.manifest) and 0 <= each[0].guidance_scale < 1:
+        print(LITTLE_GUIDANCE.format(each[0].guidance_scale), file=sys.stderr)
     batches, images, timings = chain.manifest.shapes.divided(len(each)), [], Counter()
     folder.mkdir(parents=True, exist_ok=True)
     try:

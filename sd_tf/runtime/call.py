@@ -14,7 +14,7 @@ from sd_tf.runtime.capabilities import (
     check_weights,
 )
 from sd_tf.runtime.kinds import Kind
-from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import CallError, Parameter, parameters_of
 from sd_tf.runtime.parameters import Parameters
 from sd_tf.runtime.shapes import ShapeError, Size
@@ -47,14 +47,41 @@ class Call(Parameters):
         return {name: value for name, value in values.items() if value is not None}
 
     def described(self) -> dict[str, Any]:
-        """Return the given values that JSON and the cells of a table can hold, by name."""
+        """Return a complete call's values that JSON and the cells of a table can hold, by name.
+
+        In a list for several models, None stands for one without a picture, which is not run.
+        """
         known = self.parameters()
-        return {name: value for name, value in self.given().items() if known[name].fits_a_cell}
+        return {
+            name: self._of_shown(known[name], value)
+            for name, value in self.given().items()
+            if known[name].fits_a_cell
+        }
+
+    def _of_shown(self, known: Parameter, value: Any) -> Any:
+        if known.per is None or known.goes_with is None:
+            return value
+        pictures = getattr(self, known.goes_with)
+        return [
+            None if picture is None else one for one, picture in zip(value, pictures, strict=True)
+        ]
 
     def files(self) -> list[str]:
         """Return the names of the pictures that are given."""
         known = self.parameters()
         return [name for name in self.given() if known[name].is_file]
+
+    def picture_counts(self) -> dict[str, list[int | None] | None]:
+        """Return the names of a complete call's pictures, with how many each of several models has.
+
+        None stands for a model without one, and for a parameter that is one picture.
+        """
+        known = self.parameters()
+        given = {name: getattr(self, name) for name in self.files()}
+        return {
+            name: None if known[name].per is None else known[name].counts(value, len(value))
+            for name, value in given.items()
+        }
 
     def completed(self, manifest: Manifest) -> "Call":
         """Return the call with defaults filled in, each value checked against the export."""
@@ -70,7 +97,15 @@ class Call(Parameters):
             check_weights(manifest)
         _check_negative_prompt(checked, manifest)
         _check_shares(checked["control_start"], checked["control_end"])
-        manifest.model_calls(checked["scheduler"], checked["num_steps"])
+        try:
+            manifest.model_calls(checked["scheduler"], checked["num_steps"])
+        except ExportError as error:
+            raise CallError("num_steps", str(error)) from error
+        for name, one in known.items():
+            if one.is_file and one.per is not None and not _has_picture(one, checked[name]):
+                checked |= {
+                    other: None for other in known if name in (other, known[other].goes_with)
+                }
         return replace(self, **checked)
 
     def size_for(self, manifest: Manifest) -> Size:
@@ -186,6 +221,14 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size:
             raise CallError(known.name, message)
         return known.gathered(checked)
     return known.check(value, manifest, size)
+
+
+def _has_picture(known: Parameter, value: Any) -> bool:
+    """Whether a checked value has a picture for any of several models."""
+    if value is None:
+        return False
+    of_each = value if known.is_many(value) else [value]
+    return any(one is not None for of_models in of_each for one in of_models)
 
 
 def _check_negative_prompt(checked: dict[str, Any], manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from sd_tf.errors import SdTfError
 from sd_tf.runtime import pictures
@@ -76,6 +77,7 @@ class Parameter:
     each: bool = False  # one value for all pictures, or one for each
     per: Per | None = None  # one value for all of these models, or a list with one for each
     is_prompt: bool = False  # of a picture: it is taken as the vision encoder takes it
+    is_hint: bool = False  # of a picture: it is taken as a ControlNet takes it
     goes_with: str | None = None  # the parameter without which this one has no meaning
     taken_by: Condition = ANY
     needed_by: Condition = NONE
@@ -192,10 +194,20 @@ class Parameter:
         """Return a list of what is given for each model, where the parameter is one of models."""
         if self.per is None:
             return value
-        names = self.per.names(manifest)
+        return self._spread(value, len(self.per.names(manifest)))
+
+    def counts(self, value: Any, models: int) -> list[int | None]:
+        """Return how many pictures each of `models` models is given; None where it has none."""
+        return [
+            None if one is None else len(one) if isinstance(one, list | tuple) else 1
+            for one in self._spread(value, models)
+        ]
+
+    def _spread(self, value: Any, models: int) -> Sequence:
+        """Return a list of what is given for each of `models` models."""
         if not isinstance(value, list | tuple):
-            return [value] * len(names)
-        if self.takes_several and len(names) == 1:
+            return [value] * models
+        if self.takes_several and models == 1:
             is_of_models = all(one is None or isinstance(one, list | tuple) for one in value)
             return value if is_of_models and len(value) == 1 else [value]
         return value
@@ -251,6 +263,39 @@ class Parameter:
         except (ValueError, KeyError) as error:
             raise self.refusal(text) from error
 
+    def paths(self, given: Any, is_file: Callable[[str], bool]) -> Any:
+        """Return the paths of pictures, as a command line or a cell of a table gives them.
+
+        A text with commas, or a list, has one for each of several models; in such a list, a text
+        with commas has those of a model that takes several. An empty one is None: no picture.
+
+        Args:
+            is_file: whether a text is a file's whole name, in which commas separate nothing.
+        """
+
+        def checked(one: Any) -> str | None:
+            if one is not None and not isinstance(one, str):
+                raise CallError(self.name, f"{self.name} is a path. Received: {one!r}")
+            return one or None
+
+        def divided(one: Any) -> Any:
+            if isinstance(one, str) and "," in one and not is_file(one):
+                return [part.strip() or None for part in one.split(",")]
+            return checked(one)
+
+        def of_model(one: Any) -> Any:
+            if isinstance(one, list | tuple):
+                return [checked(part) for part in one]
+            return divided(one) if self.takes_several else checked(one)
+
+        if self.per is None:
+            return checked(given)
+        return [of_model(one) for one in given] if isinstance(given, list) else divided(given)
+
+    def open_file(self, source: bytes | str, most_pixels: float = INFINITE) -> Image.Image:
+        """Open a picture's file as `check` takes it; PictureError where it is not a picture."""
+        return (pictures.open_hint if self.is_hint else pictures.open_picture)(source, most_pixels)
+
     def refusal(self, value: Any, manifest: Manifest | None = None) -> CallError:
         """Make the error of a wrong value."""
         shown = repr(value)
@@ -284,6 +329,8 @@ class Parameter:
         try:
             if self.is_prompt:
                 return pictures.middle(value, manifest.image_prompts.size)
+            if self.is_hint:
+                return pictures.hint(value, size[::-1])
             if self.kind is Kind.PICTURE:
                 return pictures.levels(value, size[::-1])
             if self.kind is Kind.MASK:

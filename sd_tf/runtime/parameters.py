@@ -136,6 +136,7 @@ class Parameters:
         "the picture that a ControlNet follows: edges, poses, whatever it was trained for",
         each=True,
         per=CONTROLNETS,
+        is_hint=True,
         taken_by=STEERED,
     )
     control_scale: float | Sequence[float] | None = _of_models(

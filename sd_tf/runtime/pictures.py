@@ -30,6 +30,11 @@ def open_picture(source: bytes | str | Path, most_pixels: float = math.inf) -> I
     return _opened(source, most_pixels, lambda image: to_rgb(ImageOps.exif_transpose(image)))
 
 
+def open_hint(source: bytes | str | Path, most_pixels: float = math.inf) -> Image.Image:
+    """Open a control picture, upright, in its own size and mode, which `hint` scales it in."""
+    return _opened(source, most_pixels, ImageOps.exif_transpose)
+
+
 def count_pixels(source: bytes | str | Path, most_pixels: float = math.inf) -> int:
     """Return the number of a picture's pixels, without decoding it."""
     return _opened(source, most_pixels, lambda image: math.prod(image.size))
@@ -102,6 +107,23 @@ def levels(picture, size: tuple[int, int]) -> np.ndarray:
     if isinstance(picture, Image.Image):
         return _scaled(to_rgb(picture), size, Image.Resampling.LANCZOS)
     return _checked(picture, (size[1], size[0], 3))
+
+
+def hint(picture, size: tuple[int, int]) -> np.ndarray:
+    """Return a control picture as uint8 (H, W, 3), as diffusers' pipelines of ControlNets take it.
+
+    A PIL image is scaled to `size`, (width, height), in its own mode, and loses its transparency.
+    Those of 16 bits are scaled to 8 first, where diffusers clips them.
+    """
+    if not isinstance(picture, Image.Image):
+        return levels(picture, size)
+    if picture.mode.startswith("I"):
+        picture = to_rgb(picture)
+    elif picture.mode == "PA":  # which Pillow scales to black
+        picture = picture.convert("RGBA")
+    scaled = picture.resize(size, Image.Resampling.LANCZOS)
+    scaled.info.pop("transparency", None)  # of no use without alpha
+    return np.asarray(scaled.convert("RGB"))
 
 
 def middle(picture, size: int) -> np.ndarray:

@@ -15,7 +15,8 @@ METADATA = "sd_tf"
 
 def metadata(call: Call, manifest: Manifest) -> dict[str, Any]:
     """Return a PNG's metadata: the call of its picture, and the checkpoint."""
-    return {**call.described(), "pictures": call.files(), "checkpoint": manifest.checkpoint}
+    pictures = call.picture_counts()
+    return {**call.described(), "pictures": pictures, "checkpoint": manifest.checkpoint}
 
 
 def png_bytes(image: np.ndarray, content: dict[str, Any]) -> bytes:
@@ -27,8 +28,12 @@ def png_bytes(image: np.ndarray, content: dict[str, Any]) -> bytes:
     return png.getvalue()
 
 
-def read_parameters(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Read a PNG's parameters, and the names of those pictures that it was made from."""
+def read_parameters(path: str) -> tuple[dict[str, Any], dict[str, list[int | None] | None]]:
+    """Read a PNG's parameters, and the names of those pictures that it was made from.
+
+    Each has how many pictures each of several models had, None for one without; where the
+    parameter is one picture, or an older sd_tf did not say, it has None.
+    """
     try:
         with Image.open(path, formats=["PNG"]) as image:
             text = getattr(image, "text", {}).get(METADATA)
@@ -50,7 +55,18 @@ def read_parameters(path: str) -> tuple[dict[str, Any], list[str]]:
             f"the finished picture."
         )
     pictures = content.get("pictures") if isinstance(content, dict) else None
-    if not isinstance(pictures, list):
-        raise ValueError(f"{path} holds something else than the parameters that sd_tf writes.")
+    if isinstance(pictures, list) and all(isinstance(name, str) for name in pictures):
+        pictures = dict.fromkeys(pictures)  # as older versions wrote them
     known = Call.parameters()
+    if not isinstance(pictures, dict) or not all(
+        name in known and known[name].is_file and _are_counts(counts)
+        for name, counts in pictures.items()
+    ):
+        raise ValueError(f"{path} holds something else than the parameters that sd_tf writes.")
     return {name: content[name] for name in known if name in content}, pictures
+
+
+def _are_counts(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, list) and all(one is None or type(one) is int for one in value)

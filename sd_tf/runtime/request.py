@@ -90,7 +90,11 @@ def _controls(manifest: Manifest, call: Call, first: int, calls: int) -> dict[st
         calls_of(start, end, first, calls)
         for start, end in zip(call.control_start, call.control_end, strict=True)
     ]
-    return inputs_of(scales, shares, call.control_guess or _first_pools(manifest, scales))
+    guesses = call.control_guess or _first_pools(manifest, scales)
+    run = [
+        scale if first < stop else 0.0 for scale, (first, stop) in zip(scales, shares, strict=True)
+    ]
+    return inputs_of(run, shares, guesses)
 
 
 def _first_pools(manifest: Manifest, scales: Sequence[float]) -> bool:

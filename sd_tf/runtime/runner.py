@@ -12,7 +12,7 @@ from sd_tf.config import DECODER, PREVIEW_DECODER
 from sd_tf.runtime.adapter_places import ADAPTED
 from sd_tf.runtime.capabilities import EDIT, WEIGHTED, use_of_picture
 from sd_tf.runtime.controls import image_input
-from sd_tf.runtime.image_prompts import GIVEN, blank_inputs, shown_of, tokens_of
+from sd_tf.runtime.image_prompts import GIVEN, SCALES, blank_inputs, shown_of, tokens_of
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import to_model, to_vision
 from sd_tf.runtime.request import Request
@@ -183,12 +183,19 @@ class Runner(ABC):
         return {name: np.stack(all_) / np.float32(255) for name, all_ in of_nets.items()}
 
     def _image_prompts(self, request: Request, chunk: range) -> dict[str, np.ndarray]:
-        """Return the tokens of the pictures that are prompts; none where a call has none."""
+        """Return the tokens of the pictures that are prompts; none where a call has none.
+
+        Those of an adapter whose scale is 0 are not looked at.
+        """
         prompts = self.manifest.image_prompts
         found = blank_inputs(prompts, len(chunk))
-        if request.shared.image_prompt is None:
+        scales = request.image_prompts.get(SCALES, ())
+        if not np.any(scales):
             return found
-        rows = request.chunk("image_prompt", chunk)
+        rows = [
+            [own if scale else None for own, scale in zip(row, scales, strict=True)]
+            for row in request.chunk("image_prompt", chunk)
+        ]
         pictures = {id(one): one for row in rows for own in row for one in own or ()}
         encoded = self._encoded(pictures, prompts.size, request.shape(chunk))
         for number, adapter in enumerate(prompts.adapters):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from sd_tf.files.rows import SUFFIXES, Entry, RowsError, read_rows
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.parameter import Parameter
-from sd_tf.runtime.pictures import PictureError, check_picture, open_picture
+from sd_tf.runtime.pictures import PictureError, check_picture
 from sd_tf.serving.batch import BatchError
 
 ID = "id"
@@ -108,7 +109,7 @@ def check_rows(
         folder: where the paths of pictures in a row begin.
     """
     rows, failures, numbers = [], [], {}
-    read_picture = functools.lru_cache(check_picture)  # many rows may have the same one
+    check = functools.lru_cache(check_picture)  # many rows may have the same one
     for number, entry in enumerate(entries):
         name = f"{number:06d}"
         try:
@@ -119,8 +120,8 @@ def check_rows(
             if name in numbers:
                 raise ValueError(f"the id is also that of row {numbers[name]}")
             numbers[name] = number
-            values = {**settings, "seed": settings["seed"] + number, **_values(entry, folder)}
-            rows.append(Row(number, name, _call(values, manifest, read_picture)))
+            values = _completed(_values(entry, folder), settings, number)
+            rows.append(Row(number, name, _call(values, manifest, lambda _, path: check(path))))
         except ValueError as error:
             failures.append(Failure(number, name, str(error)))
     return rows, failures
@@ -132,10 +133,10 @@ def check_settings(given: Mapping[str, Any], manifest: Manifest) -> dict[str, An
     for name, known in row_parameters().items():
         if given.get(name) is not None:
             value = given[name]
-            if known.is_file:
-                settings[name] = _paths(known, value, Path.cwd())
-            else:
+            if not known.is_file:
                 settings[name] = known.check(value, manifest)
+            elif (paths := _paths(known, value, Path.cwd())) is not None:
+                settings[name] = paths
         elif (
             known.goes_with is None
             and known.taken_by.holds(manifest)
@@ -165,34 +166,47 @@ def _values(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for name, known in row_parameters().items():
         if name in entry:
             value = entry[name]
-            value = known.from_text(value) if isinstance(value, str) else value
-            values[name] = _paths(known, value, folder) if known.is_file else value
+            if known.is_file:
+                values[name] = _paths(known, value, folder)
+            else:
+                values[name] = known.from_text(value) if isinstance(value, str) else value
     return values
 
 
-def _paths(known: Parameter, value: Any, folder: Path) -> str | list:
-    """Return the whole paths of a row's pictures; an empty one of several stands for none.
+def _completed(own: Mapping[str, Any], settings: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Complete a row's values with the settings; those of a picture only where it has one."""
+    values = {**settings, "seed": settings["seed"] + number, **own}
+    known = row_parameters()
 
-    An entry for one of several models may be a list, where it takes several pictures.
-    """
-    if known.per is not None and isinstance(value, list | tuple):
-        return [_paths(known, one, folder) if one else None for one in value]
-    if not isinstance(value, str):
-        raise ValueError(f"{known.name} is a path. Received: {value!r}")
-    return str(folder / Path(value).expanduser())
+    def has_meaning(name: str) -> bool:
+        other = known[name].goes_with
+        return name in own or other is None or values.get(other) is not None
+
+    return {name: value for name, value in values.items() if has_meaning(name)}
+
+
+def _paths(known: Parameter, value: Any, folder: Path) -> str | list | None:
+    """Return the whole paths of pictures, None where a model has none."""
+
+    def whole(path: Any) -> Any:
+        if isinstance(path, list):
+            return [whole(one) for one in path]
+        return None if path is None else str(folder / Path(path).expanduser())
+
+    return whole(known.paths(value, lambda path: os.path.isfile(whole(path))))
 
 
 def opened(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row's values with its pictures opened, which are paths."""
-    return _with_pictures(call, open_picture)
+    return _with_pictures(call, lambda known, path: known.open_file(path))
 
 
 def _with_pictures(values: Mapping[str, Any], read: Callable) -> dict[str, Any]:
-    """Return a row's values with what `read` makes of each picture's path."""
+    """Return a row's values with what `read` makes of each picture's parameter and path."""
 
     def of_path(name, path):
         try:
-            return read(path)
+            return read(known[name], path)
         except OSError as error:
             raise ValueError(f"{name}: {path} cannot be read ({error.strerror}).") from error
         except PictureError as error:

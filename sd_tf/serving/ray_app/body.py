@@ -14,7 +14,7 @@ from sd_tf.runtime.call import Call
 from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import NONE, Parameter, parameter, parameters_of
-from sd_tf.runtime.pictures import PictureError, count_pixels, open_picture
+from sd_tf.runtime.pictures import PictureError, count_pixels
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.serving.errors import RefusedError
@@ -284,8 +284,10 @@ def opened(values: Mapping[str, Any], others: Sequence[Image.Image] = ()) -> dic
             f"The pictures of a call have at most {MOST_TOGETHER} pixels together. "
             f"Received: {pixels}",
         )
-    read = partial(_read, how=open_picture)
-    pictures = {name: _for_each(name, value, read) for name, value in files.items()}
+    pictures = {
+        name: _for_each(name, value, partial(_read, how=known[name].open_file))
+        for name, value in files.items()
+    }
     return {**values, **pictures}
 
 

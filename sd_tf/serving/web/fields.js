@@ -143,12 +143,12 @@ function fileInput(field) {
   return element("input", { ...common(field), type: "file", accept: "image/*", title, ...several });
 }
 
-// A file input with the pictures as they are seen: by a ControlNet in the size that is drawn, by an
-// IP-Adapter the middle squares.
+// A file input with the pictures as they are seen: by a ControlNet in the size that is drawn and
+// without transparency, by an IP-Adapter the middle squares.
 function shownFileInput(field) {
   const seen = element("img", {
     alt: field.is_prompt ? "What is looked at" : "What is followed",
-    ...(field.is_prompt ? { class: "square" } : {}),
+    class: field.is_prompt ? "square" : "hint",
   });
   const place = element("div", { class: "seen", id: `${field.name}-seen`, hidden: "" }, seen);
   return element("div", { class: "shown" }, fileInput(field), place);

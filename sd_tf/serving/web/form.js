@@ -269,7 +269,7 @@ export function useAgain(parameters) {
 function fill(given) {
   for (const field of values().filter(({ name }) => name in given)) {
     if (isTick(field)) byId(field.name).checked = given[field.name] === true;
-    else byId(field.name).value = given[field.name] ?? "";
+    else byId(field.name).value = given[field.name] ?? field.default ?? "";
   }
   for (const field of fields.filter(isSelect)) {
     if (byId(field.name).value === "") byId(field.name).value = field.default;
