@@ -1,6 +1,7 @@
 """What an export holds, who can run it, and what is refused."""
 
 import dataclasses
+import errno
 import functools
 import json
 import operator
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +20,10 @@ from sd_tf.checkpoints import make_random
 from sd_tf.components import COMPONENTS
 from sd_tf.components import build as assembling
 from sd_tf.components.build import Component
+from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig
-from sd_tf.export import ExportOptions, embedded, export, verify
+from sd_tf.export import ExportOptions, bundles, embedded, export, verify
 from sd_tf.files.publish import staging
 from sd_tf.models.unet import UNet
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest, file_hash
@@ -182,6 +185,7 @@ def test_steps_outside_the_table_are_refused_in_the_graph(exported):
 CALLS = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from sd_tf.runtime.pipeline import Pipeline
 
 def compiled():
@@ -353,8 +357,8 @@ def test_a_component_that_does_not_fit(micro_copy, tmp_path):
         ({"width": 0}, r"The width is a positive multiple of 8. Received: 0"),
         ({"batch_size": 0}, r"The batch size is at least 1. Received: 0"),
         ({"prompt_chunks": 0}, r"A prompt has at least 1 chunk. Received: 0"),
-        ({"max_steps": 0}, r"max_steps is 1…1000. Received: 0"),
-        ({"max_steps": 2000}, r"max_steps is 1…1000. Received: 2000"),
+        ({"max_steps": 0}, r"max_steps is 1…250. Received: 0"),
+        ({"max_steps": 2000}, r"max_steps is 1…250. Received: 2000"),
         ({"guidance_rescale": 2.0}, r"between 0 and 1. Received: 2.0"),
         (
             {"guidance_rescale": 0.7, "guidance": "none"},
@@ -379,18 +383,21 @@ def test_below_the_floor_nothing_is_published(tmp_path, monkeypatch):
     assert not (tmp_path / "export").exists()
 
 
-def test_what_is_traced_is_compared_with_the_model_itself(tmp_path, monkeypatch):
+@pytest.mark.parametrize("owner", [(UNet, "call"), (DiffusionModel, "begin")])
+def test_what_is_traced_is_compared_with_the_model_itself(tmp_path, monkeypatch, owner):
     """The reference shares no trace with the signatures, so a wrong trace of a model is found.
 
     It is wrong by little: the calls compared are ones whose output counts.
     """
-    call = UNet.call
+    call = getattr(*owner)
 
     def wrong_in_graphs(self, *given, **more):
         output = call(self, *given, **more)
-        return output if tf.executing_eagerly() else 1.02 * output
+        if tf.executing_eagerly():
+            return output
+        return tf.nest.map_structure(lambda values: 1.02 * values, output)
 
-    monkeypatch.setattr(UNet, "call", wrong_in_graphs)
+    monkeypatch.setattr(*owner, wrong_in_graphs)
     with pytest.raises(ExportError, match="diffusion_model does not compute what the model comp"):
         replace_in_micro(
             tmp_path / "export",
@@ -411,6 +418,38 @@ def test_a_wrong_model_is_noticed(exported):
     inputs["latent"] *= 1.01
     with pytest.raises(ExportError, match=r"decoder does not compute what the model computes"):
         verify.compare("decoder", exported, [sample], "full", "float32")
+
+
+def test_a_model_that_overflows_is_noticed():
+    """By the model's own values, so the export is not blamed."""
+
+    def overflows(latent):
+        return {"generated_images": latent * np.float16(1e4)}
+
+    inputs = {"latent": np.full((1, 8), 1e3, "float16")}
+    message = (
+        r"The model itself gives .* no numbers in float16 \(generated_images of serving_default"
+    )
+    with pytest.raises(ExportError, match=message):
+        verify.sampled("serving_default", overflows, inputs, "float16")
+
+
+def test_a_run_that_shows_what_reuse_costs_begins_with_noise():
+    """In the range of its first call, not of the call that is compared."""
+    tables = pack(FAMILIES["sdxl-base"].schedule, 20)
+    number = tables.numbers["euler"]
+    reuse = SimpleNamespace(record=SimpleNamespace(most=2))
+    part = SimpleNamespace(tables={(64, 64): tables}, default_scheduler=number, reuse=reuse)
+    compared = verify.segment_of(part, "full")
+    noise = np.random.default_rng(0).standard_normal((1, 64, 64, 4)).astype("float32")
+    sample = verify.Sample("segment", {**compared, "latent": noise}, {})
+    runs = verify.reuse_runs(part, [sample], "full")
+    scale = tables.scales[number, 19]
+    spread = verify._spread(part, compared)
+    assert 1.5 * spread < scale
+    for every, run in runs.items():
+        assert (run["num_steps"], run["reuse"], run["first"], run["start"]) == (20, every, 0, 0)
+        np.testing.assert_allclose(run["latent"], noise / spread * scale, rtol=1e-3)
 
 
 WEIGHTS = ("token_weights", "negative_token_weights")
@@ -484,7 +523,7 @@ def test_skip_layer_guidance_is_compared(tmp_path):
 
     for level, calls in (("fast", 1), ("full", 2)):
         names, inputs, latent = compared((1,), 8, level)
-        assert names == ["segment"]
+        assert names == ["segment", "noise", "begin", "begin_image"]
         assert (inputs["start"], inputs["stop"]) == (1, 1 + calls)
         assert 0.01 < 1 / inputs["num_steps"] < 0.2 < 2 / inputs["num_steps"]
         *_, broken = compared((2,), 8, level)
@@ -697,6 +736,17 @@ def test_no_space_left(small_disk):
     with pytest.raises(ExportError, match=r"no space is left on the device"):
         small_export(target)
     assert [path.name for path in small_disk.iterdir()] == [".export.lock"]
+
+
+def test_no_space_left_for_values(small_disk, tmp_path):
+    """TensorFlow's error is told as Python's, also where values are copied and merged."""
+    values, model = tmp_path / "values", small_disk / "model"
+    tf.raw_ops.SaveV2(
+        prefix=str(values), tensor_names=["x"], shape_and_slices=[""], tensors=[tf.ones(2**20)]
+    )
+    with pytest.raises(OSError, match="No space left") as problem:
+        bundles._copy(values, model, ["x"])
+    assert problem.value.errno == errno.ENOSPC
 
 
 @pytest.mark.long

@@ -123,6 +123,27 @@ def test_attention(name, queries):
 
 
 @pytest.mark.backend
+@pytest.mark.parametrize("counts", [None, (1,) * 1099 + (4,)])
+def test_attention_as_written_holds_few_scores(monkeypatch, counts):
+    """A large picture's queries take turns, with a count that none divides; otherwise, none."""
+    q, k, v = (normal(2, n, 3 * 16, seed=i) for i, n in enumerate((700, 1100, 1100)))
+    whole = attention.scaled_dot_product(q, k, v, 3, counts=counts)
+    monkeypatch.setattr(attention, "_attend_in_blocks", None)
+    turns, attend = [], attention._attend
+
+    def counted(q, *given):
+        turns.append(q.shape)
+        return attend(q, *given)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    monkeypatch.setattr(attention, "MOST_SCORES", 3 * 699 * 1100)
+    in_turns = attention.scaled_dot_product(q, k, v, 3, counts=counts)
+    assert {shape[2] for shape in turns} == {699 // 16}
+    whole, in_turns = map(keras.ops.convert_to_numpy, (whole, in_turns))
+    assert np.abs(in_turns - whole).max() <= 1e-6 * np.abs(whole).max()
+
+
+@pytest.mark.backend
 @pytest.mark.parametrize("name", ["query_blocks", "fused_attention", "graph_kernels"])
 def test_attention_to_keys_that_stand_for_several(name):
     """Against PyTorch's own, which is given each key as often as it counts."""

@@ -15,7 +15,16 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.psnr import psnr
 from sd_tf.weights import layout, open_checkpoint
 from tests import peer_transformers
-from tests.exports import MICRO, check_equal, micro_export, micro_folder, once, pipeline_of
+from tests.exports import (
+    AS_WRITTEN,
+    MICRO,
+    check_equal,
+    micro_export,
+    micro_folder,
+    micro_net,
+    once,
+    pipeline_of,
+)
 
 CALL = {"num_steps": 2, "seed": 1, "guidance_scale": 4.0}
 # Bytes that a float32 kernel of that shape saves; in 8 bits, each output has a scale.
@@ -85,6 +94,15 @@ def test_a_replaced_component_brings_its_storage():
     assert merged(new, old, kept, replaced).storage == {"text_encoder": "int8"}
     new = replace(new, storage={"text_encoder": "float16", "unet": "float16"})
     assert merged(new, old, kept, replaced).storage == {"text_encoder": "int8", "unet": "float16"}
+
+
+def test_of_a_net_beside_places_for_adapters(tmp_path):
+    """What is stored so is compared, and kernels with places are read from the checkpoint, too."""
+    checkpoint = open_checkpoint(micro_folder(), controlnet=[micro_net()])
+    options = ExportOptions(**AS_WRITTEN, storage="int8:controlnet", adapter_slots=1, verify="fast")
+    manifest = export(checkpoint, tmp_path / "export", options)
+    figures = manifest.verification["diffusion_model"]["stored as int8"]
+    assert verify.STORAGE_FLOORS["int8"] <= figures["psnr_db"] < 120
 
 
 @pytest.mark.parametrize(

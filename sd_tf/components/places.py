@@ -82,11 +82,22 @@ class Places:
     def _replaced(self, kernels: list) -> Iterator[None]:
         """Have the layers compute with these kernels, which `merged` returned."""
         variables = [place.layer.kernel for place in self.by_layer.values()]
-        outer = get_stateless_scope()
-        with keras.StatelessScope(zip(variables, kernels, strict=True)) as scope:
-            if outer is not None:
-                scope.state_mapping = {**outer.state_mapping, **scope.state_mapping}
+        with _Inner(zip(variables, kernels, strict=True)):
             yield
+
+
+class _Inner(keras.StatelessScope):
+    """Gives some variables other values than the scope around it, which keeps the others'."""
+
+    def __enter__(self):
+        self._outer = get_stateless_scope()
+        return super().__enter__()
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        if value is None and self._outer is not None:
+            return self._outer.get_current_value(variable)
+        return value
 
 
 def _added(kernel, change):

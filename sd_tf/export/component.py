@@ -59,12 +59,12 @@ def export_component(
         report(name, f"computing the reference of {endpoint}")
         specs = module.endpoints[endpoint].structured_input_signature[1]
         inputs = verify.sample_inputs(specs, part, options.verify)
-        reference = verify.eager(module.eager[endpoint], inputs)
-        samples.append(verify.Sample(endpoint, inputs, reference))
+        function = module.eager[endpoint]
+        samples.append(verify.sampled(endpoint, function, inputs, options.precision))
     stored = {}
     if samples:
         stored = verify.storage_figures(part, samples[0], checkpoint, geometry, options.precision)
-    runs = verify.reuse_runs(part, options.verify)
+    runs = verify.reuse_runs(part, samples, options.verify)
     report(name, "saving")
     signatures = _save(module, folder / name / VERSION_FOLDER)
     if has_places := bool(part.places.by_layer):
@@ -74,7 +74,8 @@ def export_component(
     if has_places:
         bundles.rebuild([folder / name / VERSION_FOLDER])
         _clear()
-    figures = {**_compared(name, folder, samples, options, report, runs), **stored}
+    compared = _compared(name, folder, samples, options, report, runs, rewrites.graph_kernels)
+    figures = {**compared, **stored}
     report(name, _done(start, folder / name, figures))
     files = describe_files(folder, name)
     return ComponentRecord(signatures, target, rewrites.names, files, origin), figures
@@ -120,9 +121,9 @@ def export_text_to_image(
         report(name, "drawing with its components")
         samples = verify.drawn(folder, manifest, int(run["num_steps"]), GENERATE, options.verify)
         _clear()
-    figures = _compared(name, folder, samples, options, report)
-    report(name, _done(start, folder / name, figures))
     target, found = lowerings["diffusion_model"]
+    figures = _compared(name, folder, samples, options, report, optimize=found.graph_kernels)
+    report(name, _done(start, folder / name, figures))
     origin = origins(checkpoint, [name])[name]
     files = describe_files(folder, name)
     record = ComponentRecord(signatures, target, found.names, files, origin)
@@ -179,11 +180,14 @@ def _compared(
     options: ExportOptions,
     report: Report,
     runs: Mapping[int, dict] = MappingProxyType({}),
+    optimize: bool = False,
 ) -> dict[str, Any]:
     figures: dict[str, Any] = {"level": options.verify}
     if samples:
         report(name, "reloading and comparing")
-        figures |= verify.compare(name, folder, samples, options.verify, options.precision, runs)
+        figures |= verify.compare(
+            name, folder, samples, options.verify, options.precision, runs, optimize
+        )
         _clear()
     return figures
 

@@ -101,14 +101,14 @@ def sample_inputs(specs: dict[str, tf.TensorSpec], part: Component, level: str) 
             inputs[name] = rng.standard_normal(shape).astype(spec.dtype.as_numpy_dtype)
             if part.name == "image_encoder":
                 inputs[name] = np.clip(0.5 * inputs[name], -1, 1)
-    if "start" in inputs:
+    if "history" in inputs:
         inputs["latent"] *= _spread(part, inputs)
         inputs["history"] *= np.float32(0)
     return inputs
 
 
 def _spread(part: Component, run: dict[str, np.int32]) -> np.float32:
-    """Return the standard deviation of latents at the first call compared of a run."""
+    """Return the standard deviation of the latents that a run's first compared call takes."""
     tables = next(iter(part.tables.values()))
     row = tables.starts[run["scheduler"], run["num_steps"] - 1] + run["start"]
     return np.hypot(tables.signals[row], tables.sigmas[row]).astype("float32")
@@ -129,13 +129,29 @@ def eager(function, inputs: dict) -> dict[str, np.ndarray]:
     return {key: value.numpy() for key, value in outputs.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """Inputs of an endpoint, and the outputs that the models themselves compute of them."""
 
     endpoint: str
     inputs: dict[str, np.ndarray]
     reference: dict[str, np.ndarray]
+
+
+def sampled(endpoint: str, function, inputs: dict, precision: str) -> Sample:
+    """Have the models compute what is compared.
+
+    Raises:
+        ExportError: they cannot in this precision.
+    """
+    reference = eager(function, inputs)
+    for name, values in reference.items():
+        if not np.isfinite(values.astype("float32")).all():
+            raise ExportError(
+                f"The model itself gives values that are no numbers in {precision} ({name} of "
+                f"{endpoint}): export in another precision. Nothing was published."
+            )
+    return Sample(endpoint, inputs, reference)
 
 
 def storage_figures(
@@ -189,17 +205,18 @@ def storage_figures(
 def endpoints_for(
     component: str, config: PipelineConfig, geometry: Geometry, level: str
 ) -> list[str]:
-    """Return the endpoints to compare: one for every shape, or only for the first.
+    """Return the endpoints to compare, the largest first: for every shape, or only for the first.
 
-    A text encoder is compared by the endpoint for weights if it has one.
+    A text encoder is compared by the endpoint for weights if it has one; a loop by part of a run,
+    and by what makes a run's first state.
     """
     wanted = {
-        "diffusion_model": "segment",
-        "text_encoder": WEIGHTED if takes_weights(config) else "encode",
+        "diffusion_model": ("segment", "noise", "begin", "begin_image"),
+        "text_encoder": (WEIGHTED if takes_weights(config) else "encode",),
     }
-    endpoint, shapes = wanted.get(component, "serving_default"), geometry.shapes
+    endpoints, shapes = wanted.get(component, ("serving_default",)), geometry.shapes
     compared = {"full": shapes.all, "fast": [shapes.first], "off": []}[level]
-    return [shapes.signature(endpoint, shape) for shape in compared]
+    return [shapes.signature(name, shape) for name in endpoints for shape in compared]
 
 
 def drawn(
@@ -269,54 +286,57 @@ def compare(
     level: str,
     precision: str,
     runs: Mapping[int, dict] = MappingProxyType({}),
+    optimize: bool = False,
 ) -> dict:
     """Reload the SavedModel and compare its outputs with the reference; return the figures.
 
     They are the worst agreement of all shapes, and the seconds of all together.
 
     Args:
-        runs: those of `reuse_runs`, which are measured, too.
+        runs: the inputs that `reuse_runs` chose, which are measured, too.
+        optimize: rework its graph, as is done where XLA compiles none of it.
     """
-    loaded = SavedModel(folder, component, optimize=False, mapped={})  # written just now
-    prefixes = {"saved_model": PLAIN, "saved_model_xla": ""}
-    if PLAIN + samples[0].endpoint not in loaded.signatures:  # a text encoder, not compiled
-        prefixes = {"saved_model": ""}
-    elif level == "fast":
-        prefixes.pop("saved_model_xla")
+    loaded = SavedModel(folder, component, optimize, mapped={})  # written just now
+    signatures = loaded.signatures
+    twins = [sample for sample in samples if PLAIN + sample.endpoint in signatures]
+    others = [sample for sample in samples if sample not in twins]  # which nothing compiles
+    plain = [(PLAIN + sample.endpoint, sample) for sample in twins]
+    compared = {"saved_model": plain + [(sample.endpoint, sample) for sample in others]}
+    if twins and level != "fast":
+        compared["saved_model_xla"] = [(sample.endpoint, sample) for sample in twins]
     figures = {}
-    for label, prefix in prefixes.items():
+    for label, pairs in compared.items():
         start = time.perf_counter()
-        agreement = [
-            _agreement(loaded, component, prefix + sample.endpoint, sample, precision)
-            for sample in samples
-        ]
+        agreement = [_agreement(loaded, component, *pair, precision) for pair in pairs]
         seconds = time.perf_counter() - start
         figures[label] = {
             "psnr_db": round(min(*agreement, 999.0), 1),
             "seconds": round(seconds, 2),
         }
-    return {**figures, **_reuse_figures(loaded, samples[0], runs)}
+    return {**figures, **_reuse_figures(loaded, samples[0].endpoint, runs)}
 
 
-def reuse_runs(part: Component, level: str) -> dict[int, dict[str, np.int32]]:
+def reuse_runs(part: Component, samples: list[Sample], level: str) -> dict[int, dict]:
     """Choose the runs that show what reuse costs and saves, by their `reuse`; none without it.
 
-    They have 20 steps of the default scheduler, or as many as it can make below that.
+    They have 20 steps of the default scheduler, or as many as it can make below that, and begin
+    with the noise that the first sample has.
     """
     if part.reuse.record.most == 1 or level != "full":
         return {}
     steps = np.flatnonzero(_calls(part)[:REUSE_STEPS])[-1] + 1
     whole = {"num_steps": steps, "first": 0, "start": 0, "stop": ALL_CALLS}
-    run = {name: np.int32(value) for name, value in whole.items()}
+    run = {**samples[0].inputs, **{name: np.int32(value) for name, value in whole.items()}}
+    run["latent"] = run["latent"] / _spread(part, samples[0].inputs) * _spread(part, run)
     return {n: {**run, REUSE: np.int32(n)} for n in range(1, part.reuse.record.most + 1)}
 
 
-def _reuse_figures(loaded: SavedModel, sample: Sample, runs: Mapping[int, dict]) -> dict:
+def _reuse_figures(loaded: SavedModel, endpoint: str, runs: Mapping[int, dict]) -> dict:
     """Measure each run's seconds, and how close its latents come to the first one's, the exact."""
     exact, figures = None, {}
     for every, run in runs.items():
         start = time.perf_counter()
-        latent = loaded.run(sample.endpoint, {**sample.inputs, **run})["latent"]
+        latent = loaded.run(endpoint, run)["latent"]
         seconds = time.perf_counter() - start
         exact = latent if exact is None else exact
         agreement = psnr(exact, latent, _span(exact))

@@ -17,6 +17,9 @@ from sd_tf.models.lowering import attention_kernel, rewrites
 MANY_KEYS = 1024
 MANY_KEYS_IN_GRAPH = 4096  # there, each block costs several calls of kernels
 QUERY_BLOCK = 512
+# More scores than these of one picture are never held at once: 2 GiB in float32, which SD1 has from
+# about 700 px on.
+MOST_SCORES = 2**29
 
 
 def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None, counts=None):
@@ -56,6 +59,8 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None, 
     blocked = wanted.query_blocks and mask is None and k.shape[2] >= many
     if blocked:
         h = _attend_in_blocks(q, k, v, weights)
+    elif mask is None and num_heads * q.shape[2] * k.shape[2] > MOST_SCORES:
+        h = _attend_in_turns(q, k, v, weights)
     else:
         h = _attend(q, k, v, mask if weights is None else weights)
     h = ops.transpose(h, (0, 2, 1, 3))
@@ -98,6 +103,18 @@ def _attend_in_blocks(q, k, v, weights):
 
     h = ops.map(of_block, ops.arange(batch * heads * per_head))
     return ops.reshape(h, (batch, heads, per_head * block, width))[:, :, :count]
+
+
+def _attend_in_turns(q, k, v, weights):
+    """Attend for a few queries of all heads at a time, so that few scores are held; any batch."""
+    _, heads, count, width = q.shape
+    # Outside XLA, TensorFlow computes up to ten turns at once.
+    turn = min(count, max(1, MOST_SCORES // (16 * heads * k.shape[2])))
+    turns = -(-count // turn)
+    q = ops.pad(q, ((0, 0), (0, 0), (0, turns * turn - count), (0, 0)))
+    q = ops.moveaxis(ops.reshape(q, (-1, heads, turns, turn, width)), 2, 0)
+    h = ops.moveaxis(ops.map(lambda some: _attend(some, k, v, weights), q), 0, 2)
+    return ops.reshape(h, (-1, heads, turns * turn, width))[:, :, :count]
 
 
 class Attention(Block):
