@@ -54,6 +54,8 @@ CALL_FIELDS = {
     for name, known in Call.parameters().items()
     if name not in OWN and not known.in_python_only
 }
+# Those of them that are files, which a form may also have as texts in base64.
+ENCODED = tuple(name for name in CALL_FIELDS if Call.parameters()[name].is_file)
 MORE = {**CALL_FIELDS, "timeout": field_of(DELIVERY["timeout"])}
 
 Generation = create_model("Generation", __base__=Request, __module__=__name__, **MORE)

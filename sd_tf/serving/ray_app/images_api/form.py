@@ -10,6 +10,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
+from sd_tf.runtime.call import Call
 from sd_tf.serving.errors import RefusedError
 
 # The parser would log each damaged form; the answer says it, and a log is not for clients to fill.
@@ -17,9 +18,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 MOST_PARTS = 100
 LONGEST_VALUE = 1 << 16  # bytes of a field that is no file
-# Fields that are files; those of the call's own parameters may be texts, too, which are base64.
-STEERING_FILES = ("control_image", "image_prompt")
-FILES = ("image", "mask", *STEERING_FILES)
+FILES = frozenset(name for name, known in Call.parameters().items() if known.is_file)
 # The names of fields with several values: NAME[] for each value of a list, NAME[KEY] by key.
 MANY = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
 

@@ -25,6 +25,7 @@ from sd_tf.serving.ray_app.body import (
 from sd_tf.serving.ray_app.images_api.errors import refusal
 from sd_tf.serving.ray_app.images_api.fields import (
     CALL_FIELDS,
+    ENCODED,
     MOST_PICTURES,
     Edit,
     Generation,
@@ -32,7 +33,7 @@ from sd_tf.serving.ray_app.images_api.fields import (
     check_fields,
 )
 from sd_tf.serving.ray_app.images_api.files import BEST, Format, open_pictures
-from sd_tf.serving.ray_app.images_api.form import STEERING_FILES, in_base64, read_form
+from sd_tf.serving.ray_app.images_api.form import in_base64, read_form
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.ray_app.takeover import Served
 
@@ -85,7 +86,7 @@ class Reader:
         for name in ("image", "mask"):
             if isinstance(values.get(name), list):
                 values[name] = _only(name, values[name])
-        for name in STEERING_FILES:
+        for name in ENCODED:
             if name in values:
                 values[name] = in_base64(name, values[name])
         try:  # not strictly: a form has texts alone
