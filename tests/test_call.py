@@ -198,8 +198,8 @@ def test_calls_that_are_alike_are_joined_and_divided():
         (None, {"seed": True}, "seed is a whole number .* Received: True"),
         (None, {"prompt": "\ud800"}, "prompt is a text"),
         (None, {"prompt": None}, "prompt is a text of .* Received: None"),
-        (None, {"scheduler": "lcm", "num_steps": 5}, "lcm takes 1 to 4 steps. Received: 5"),
-        (LATE, {"num_steps": 1}, "ddim takes 2 to 3 steps. Received: 1"),
+        (None, {"scheduler": "lcm", "num_steps": 5}, "lcm takes num_steps from 1 to 4. .*: 5"),
+        (LATE, {"num_steps": 1}, "ddim takes num_steps from 2 to 3. Received: 1"),
         (None, {"image": "a.png"}, "image: A picture is a PIL image"),
         (
             manifest(family="sdxl-base", time_ids=6),
@@ -211,6 +211,13 @@ def test_calls_that_are_alike_are_joined_and_divided():
 def test_what_is_refused(by, given, message):
     with pytest.raises(ValueError, match=message):
         read(by=by, **{"prompt": "a", **given})
+
+
+def test_the_steps_of_a_scheduler_are_a_parameters_error():
+    """So a command names its flag, and a page its field."""
+    with pytest.raises(CallError, match="The scheduler lcm takes") as raised:
+        read("a", scheduler="lcm", num_steps=5)
+    assert raised.value.parameter == "num_steps"
 
 
 def test_a_picture_needs_an_encoder():

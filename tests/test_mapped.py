@@ -90,17 +90,19 @@ def test_a_component_that_is_loaded_maps_its_file(tmp_path, monkeypatch):
         other.run(tf.constant(0))  # TensorFlow lets go of arrays when it runs the next time
     assert not set(data_files(folder, "decoder")) & mapped_here()
 
-    def refuse(_):
-        raise NotMappedError("for this test")
-        yield
-
     copied, expected = run(folder, mapped=None)
-    monkeypatch.setattr("sd_tf.runtime.mapped.handles_of", refuse)
-    restored, again = run(folder)
-    assert not set(data_files(folder, "decoder")) & mapped_here()
-    for pictures in (expected, again):
-        np.testing.assert_array_equal(found, pictures)
-    assert copied.signatures and restored.signatures
+    np.testing.assert_array_equal(found, expected)
+    for problem in (NotMappedError("for this test"), KeyError("another TensorFlow's node")):
+
+        def refuse(_, problem=problem):
+            raise problem
+            yield
+
+        monkeypatch.setattr("sd_tf.runtime.mapped.handles_of", refuse)
+        restored, again = run(folder)
+        assert not set(data_files(folder, "decoder")) & mapped_here()
+        np.testing.assert_array_equal(found, again)
+        assert copied.signatures and restored.signatures
 
 
 PRIVATE = """

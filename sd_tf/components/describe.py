@@ -64,15 +64,18 @@ def manifest_of(
         image_prompts=image_prompts_of(config, checkpoint.image_adapters, geometry.image_prompts),
         reuse=reuse_of(config, geometry),
         tile=fixed.tile,
-        tokenizers={
-            name: name.replace("text_encoder", "tokenizer") for name in config.text_encoders
-        },
+        tokenizers={name: tokenizer_folder(name) for name in config.text_encoders},
         components={
             name: components[name] for name in component_names(config) if name in components
         },
-        verification=verification or {},
+        verification={} if verification is None else verification,
         versions={name: importlib.metadata.version(name) for name in ("sd_tf", compiler, "keras")},
     )
+
+
+def tokenizer_folder(text_encoder: str) -> str:
+    """Name the folder of a text encoder's tokenizer."""
+    return text_encoder.replace("text_encoder", "tokenizer")
 
 
 def origins(

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from sd_tf.runtime.image_prompts import VISION_ENCODER
+
+__all__ = ["COMPONENTS", "VISION_ENCODER", "Endpoint", "Spec", "as_is"]
+
 COMPONENTS = ("text_encoder", "diffusion_model", "decoder", "image_encoder")
-VISION_ENCODER = "vision_encoder"  # of those that take pictures as prompts, too
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Tiles:
     reach: int | None = None
 
     def cut(self, side: int) -> Cut:
-        return Cut.of(side, self.side or side, self.least_overlap)
+        most = self.side if self.side > 0 else side
+        return Cut.of(side, most, self.least_overlap)
 
     @property
     def least_overlap(self) -> int:

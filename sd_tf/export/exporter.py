@@ -62,14 +62,14 @@ def export(
             _keep(target, folder, previous, kept)
             components = {name: previous.components[name] for name in kept}
             figures = {name: previous.verification[name] for name in kept}
+        if "text_encoder" in wanted:  # before it, whose record has the checksums of these, too
+            for encoder, name in manifest.tokenizers.items():
+                checkpoint.tokenizer(encoder).save(folder / name)
         origin = origins(checkpoint, wanted)
         for name in wanted:
             components[name], figures[name] = export_component(
                 name, checkpoint, geometry, options, origin[name], folder, report
             )
-        if "text_encoder" in wanted:
-            for encoder, name in manifest.tokenizers.items():
-                checkpoint.tokenizer(encoder).save(folder / name)
         if options.text_to_image:
             together = dataclasses.replace(manifest, components=components)
             components, figures[TEXT_TO_IMAGE] = export_text_to_image(

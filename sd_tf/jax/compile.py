@@ -9,7 +9,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from sd_tf.components.describe import manifest_of, origins
+from sd_tf.components.describe import manifest_of, origins, tokenizer_folder
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.files.publish import staging
 from sd_tf.files.tensors import save_safetensors
@@ -67,6 +67,8 @@ def compile_pipeline(
             if checkpoint.readers:
                 weights = programs.host_weights(component, checkpoint)
                 save_safetensors(weights, folder / name / artifacts.WEIGHTS)
+        for encoder, tokenizer in tokenizers.items():
+            tokenizer.save(folder / tokenizer_folder(encoder))
         target = artifacts.Target.of(mesh)
         origin = origins(checkpoint, parts)
         described = {
@@ -87,8 +89,6 @@ def compile_pipeline(
             compiler="jax",
             jit_compiled_text_encoder=True,
         )
-        for encoder, place in manifest.tokenizers.items():
-            tokenizers[encoder].save(folder / place)
         config = artifacts.compiled_config(checkpoint.config)
         has_weights = bool(checkpoint.readers)
         artifacts.Compiled(target, topology, has_weights, config, signatures).write(folder)

@@ -1,5 +1,6 @@
 """What an export can do: the conditions by which it takes, needs or offers a call's parameters."""
 
+from sd_tf.runtime.image_prompts import VISION_ENCODER
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import Condition, Per
 
@@ -79,10 +80,10 @@ def check_image_encoder(manifest: Manifest) -> None:
 
 def check_vision_encoder(manifest: Manifest) -> None:
     """Refuse an export that cannot read the pictures of a prompt."""
-    if "vision_encoder" not in manifest.components:
+    if VISION_ENCODER not in manifest.components:
         raise ExportError(
-            "The export has no vision_encoder, which an image_prompt needs. Export that "
-            "component, too."
+            f"The export has no {VISION_ENCODER}, which an image_prompt needs. Export that "
+            f"component, too."
         )
 
 

@@ -31,6 +31,7 @@ from sd_tf.runtime.call import Call
 from sd_tf.runtime.capabilities import WEIGHTED, check_image_encoder
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.needed_pictures import blank_pictures
+from sd_tf.runtime.parameter import CallError
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.request import Request, read_request
 from sd_tf.runtime.runner import Callback, Runner, Watch
@@ -80,7 +81,9 @@ class Chain:
     ) -> Result:
         start = time.perf_counter()
         if callback_every < 1:
-            raise ValueError(f"callback_every is at least 1. Received: {callback_every}")
+            raise CallError(
+                "callback_every", f"callback_every is at least 1. Received: {callback_every}"
+            )
         with self._switch.calling():
             request = read_request(self.manifest, Call.of(*values, **parameters))
             images, timings = self._make(request, Watch(callback, callback_every))

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from sd_tf.errors import SdTfError
 from sd_tf.files import atomic
 
 FORMAT = 1  # of the folder's names
@@ -31,6 +32,10 @@ CPU_FIELDS = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class CacheError(SdTfError):
+    """A second cache for a process that has one."""
 
 
 class CompileCache:
@@ -108,7 +113,7 @@ def set_compile_cache(folder: str | Path) -> None:
     if _cache is None:
         _cache = CompileCache(folder)
     elif _cache.folder != folder:
-        raise ValueError(
+        raise CacheError(
             f"A process has one compile cache, as XLA reads the setting once: {_cache.folder}. "
             f"Received: {folder}"
         )

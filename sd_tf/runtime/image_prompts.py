@@ -7,6 +7,7 @@ import numpy as np
 
 from sd_tf.config.image_prompts import numbered
 
+VISION_ENCODER = "vision_encoder"  # the component that reads such pictures
 SCALES = "image_prompt_scales"  # how much of each adapter's attention is added
 SHOWN = "_shown"  # ends of the names of inputs that say which places of tokens are taken
 GIVEN = "given"  # the vision encoder's: 0 in place of no picture

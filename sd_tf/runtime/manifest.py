@@ -14,7 +14,7 @@ from sd_tf.config import AUTOENCODER, DECODER, PREVIEW_DECODER, LatentScale
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.adapter_places import NO_PLACES, AdapterPlaces
 from sd_tf.runtime.controls import ControlRecord
-from sd_tf.runtime.image_prompts import NO_IMAGE_PROMPTS, ImagePrompts
+from sd_tf.runtime.image_prompts import NO_IMAGE_PROMPTS, VISION_ENCODER, ImagePrompts
 from sd_tf.runtime.reuse import NO_REUSE, ReuseRecord
 from sd_tf.runtime.shapes import Shapes
 
@@ -185,14 +185,14 @@ class Manifest:
         """Return a run's number of model calls; refuse unknown schedulers and step counts."""
         known = self._scheduler(scheduler)
         if num_steps not in range(1, self.max_steps + 1):
-            raise ValueError(
+            raise ExportError(
                 f"num_steps is a whole number from 1 to {self.max_steps}, the export's max_steps. "
                 f"Received: {num_steps!r}"
             )
         if not known.calls[num_steps - 1]:
-            raise ValueError(
-                f"The scheduler {scheduler} takes {known.least_steps} to {known.most_steps} steps. "
-                f"Received: {num_steps}"
+            raise ExportError(
+                f"The scheduler {scheduler} takes num_steps from {known.least_steps} to "
+                f"{known.most_steps}. Received: {num_steps}"
             )
         return known.calls[num_steps - 1]
 
@@ -202,7 +202,7 @@ class Manifest:
 
     def _scheduler(self, name: str) -> SchedulerRecord:
         if name not in self.schedulers:
-            raise ValueError(
+            raise ExportError(
                 f"The scheduler is one of {', '.join(self.samplers)}. Received: {name!r}"
             )
         return self.schedulers[name]
@@ -339,7 +339,7 @@ def _from_version_10(content: dict[str, Any]) -> None:
 
 
 # Starts of the names of a checkpoint's parts that are the component of the first one's name.
-OF_VISION = ("vision_encoder", "image_projection")
+OF_VISION = (VISION_ENCODER, "image_projection")
 
 
 def serves(component: str, part: str) -> bool:
@@ -351,7 +351,7 @@ def serves(component: str, part: str) -> bool:
     if part in (DECODER, PREVIEW_DECODER):
         return component == part
     if part.startswith(OF_VISION):
-        return component == OF_VISION[0]
+        return component == VISION_ENCODER
     return component == ("text_encoder" if part.startswith("text_encoder") else "diffusion_model")
 
 
@@ -371,9 +371,16 @@ LARGE = 1 << 26
 FINGERPRINT = "fingerprint"  # in place of a large file's SHA-256: see `runtime.mapped`
 
 
+TOKENIZERS = "tokenizer*"  # the folders whose files are among those of the text encoder
+
+
 def describe_files(folder: Path, component: str) -> dict[str, dict[str, Any]]:
+    """Return the sizes and checksums of a component's files, by their paths below the export."""
+    places = [folder / component]
+    if component == "text_encoder":
+        places += folder.glob(TOKENIZERS)
     files = {}
-    for path in sorted((folder / component).rglob("*")):
+    for path in sorted(path for place in places for path in place.rglob("*")):
         if path.is_file():
             size = path.stat().st_size
             if ".data-" in path.name and size > LARGE:

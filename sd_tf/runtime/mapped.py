@@ -34,8 +34,8 @@ class NotMappedError(Exception):
 class MappingLoader(loader_impl.SavedModelLoader):
     """Loads a SavedModel as TensorFlow's own loader does, but maps the variables' values.
 
-    What cannot be mapped is restored: values in another order of bytes than this machine's, or in a
-    folder that the system does not map.
+    What cannot be mapped is restored: values in another order of bytes than this machine's, in a
+    folder that the system does not map, or behind a graph that another TensorFlow wrote otherwise.
     """
 
     def restore_variables(self, sess, saver, import_scope=None) -> None:
@@ -45,7 +45,7 @@ class MappingLoader(loader_impl.SavedModelLoader):
             values = mapped_values(Path(self.export_dir))
             if handles.keys() - values.keys():
                 raise NotMappedError("it has variables without values")
-        except (NotMappedError, OSError):
+        except (NotMappedError, OSError, LookupError):  # another TensorFlow's graph names others
             super().restore_variables(sess, saver, import_scope)
             return
         with sess.graph.as_default(), tf.device(None):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from sd_tf.errors import SdTfError
 from sd_tf.runtime.adapters import layers_of
 from sd_tf.runtime.chain import NEEDED, Chain, Result, open_export
 from sd_tf.runtime.compile_cache import publish, set_compile_cache
@@ -30,6 +31,10 @@ __all__ = [
     "Result",
     "set_compile_cache",
 ]
+
+
+class DeviceError(SdTfError):
+    """A device that this process does not have: those that it has."""
 
 
 class Pipeline(Chain):
@@ -69,7 +74,7 @@ class Pipeline(Chain):
         known = [device.name for device in tf.config.list_logical_devices()]
         devices = [None] if devices is None else [_device(name, known) for name in devices]
         if not devices:
-            raise ValueError("At least one device is needed. Received: none")
+            raise DeviceError("At least one device is needed. Received: none")
         replicas = [
             SavedModelRunner(folder, manifest, jit_compile, device, mapped) for device in devices
         ]
@@ -90,7 +95,8 @@ class SavedModelRunner(LocalRunner):
     ):
         super().__init__(manifest, jit_compile)
         self.device, self._maps = device, mapped
-        self._folder, self._lock = folder, threading.Lock()
+        self._folder = folder
+        self._locks = {name: threading.Lock() for name in manifest.parts}
         check_weights_change(manifest)
         if jit_compile:
             tell_widening(manifest)
@@ -119,9 +125,10 @@ class SavedModelRunner(LocalRunner):
 
     def component(self, name: str) -> SavedModel:
         """Return a component's SavedModel; the image encoder is loaded when first needed."""
-        with self._lock:
-            if name not in self.loaded:
-                self.loaded[name] = self._load(name)
+        if name not in self.loaded:
+            with self._locks[name]:
+                if name not in self.loaded:  # by another thread
+                    self.loaded[name] = self._load(name)
         return self.loaded[name]
 
     def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
@@ -136,5 +143,5 @@ class SavedModelRunner(LocalRunner):
 def _device(name: str, known: list[str]) -> str:
     matches = [device for device in known if device.lower().endswith(name.lower().lstrip("/"))]
     if len(matches) != 1:
-        raise ValueError(f"A device is one of {', '.join(known)}. Received: {name!r}")
+        raise DeviceError(f"A device is one of {', '.join(known)}. Received: {name!r}")
     return matches[0]
