@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from PIL import Image
 
 from sd_tf.checkpoints import make_random
 from sd_tf.cli.main import main
-from sd_tf.export import ExportOptions, bundles, export
+from sd_tf.components import Endpoint
+from sd_tf.export import ExportOptions, bundles, export, text_to_image
 from sd_tf.runtime.chain import NEEDED
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, Manifest
 from sd_tf.runtime.parameters import GUIDANCE, MOST_CHARACTERS
@@ -212,6 +214,27 @@ def test_other_variables_are_not_shared(tmp_path):
         with pytest.raises(ExportError, match="variables of text_to_image are not those of text_"):
             bundles.share(given, export / TEXT_TO_IMAGE / "1")
     Manifest.read(export).check_files(export)
+
+
+@pytest.mark.parametrize("compiles_texts", [False, True])
+def test_what_is_compiled(monkeypatch, compiles_texts):
+    """The text encoder only where the export has XLA compile it."""
+    seen = []
+    monkeypatch.setattr(text_to_image, "compiled", lambda function, rewrites: seen.append(rewrites))
+    names = ("serving_default", "encode", "seeded")
+    endpoints = {name: Endpoint(lambda **inputs: inputs) for name in names}
+    part = SimpleNamespace(
+        endpoints=lambda *arguments: endpoints, places=SimpleNamespace(inputs={})
+    )
+    module = object.__new__(text_to_image.TextToImageModule)
+    module._parts, module._rewrites = dict.fromkeys(NEEDED, part), {name: name for name in NEEDED}
+    module.tables, module._traces = None, SimpleNamespace(shared=None)
+    module._manifest = SimpleNamespace(jit_compiled_text_encoder=compiles_texts, time_ids=0)
+    for is_compiled in (True, False):
+        seen.clear()
+        module._drawing(Shape(1, 16, 16), is_compiled)
+        texts = ["text_encoder"] * 2 * compiles_texts  # with a negative prompt, and without
+        assert seen == ([*texts, "diffusion_model", "decoder"] if is_compiled else [])
 
 
 # What is refused

@@ -1,7 +1,8 @@
 """The pipeline as one SavedModel: prompts in, PNG files out.
 
-The tokenizer and the text encoder run as TensorFlow's operations, the loop and the decoder are
-compiled by XLA, and PNG files are encoded outside it, as XLA has no strings.
+The tokenizer runs as TensorFlow's operations, and so does the text encoder, unless the export has it
+compiled. The loop and the decoder are compiled by XLA, and PNG files are encoded outside it, as XLA
+has no strings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,11 +97,12 @@ class TextToImageModule(tf.Module):
 
     def _drawing(self, shape: Shape, is_compiled: bool):
         """Return the function from a call's values to PNG files."""
+        manifest = self._manifest
 
         def endpoint(part, name):
             tables = self.tables if part == "diffusion_model" else None
             found = self._parts[part].endpoints(shape, tables, self._traces.shared)[name]
-            if is_compiled and part != "text_encoder":
+            if is_compiled and (part != "text_encoder" or manifest.jit_compiled_text_encoder):
                 return compiled(found.function, self._rewrites[part])
             return tf.function(found.function, autograph=False)
 
