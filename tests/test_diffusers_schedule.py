@@ -6,19 +6,25 @@ import re
 from dataclasses import replace
 
 import diffusers
+import numpy as np
 import pytest
 
 from sd_tf.config import FAMILIES, SAMPLERS, ConfigError, DynamicShift, ScheduleConfig
 from sd_tf.sampling.methods import METHODS
+from sd_tf.sampling.tables import steps
+from sd_tf.weights.diffusers_pipelines import PIPELINES
 from sd_tf.weights.diffusers_schedule import (
     DYNAMIC_SHIFT,
+    HARMLESS,
     PEERS,
+    QUALIFIERS,
     SWITCHES,
     read_schedule,
     write_schedule,
 )
 
 NAMES = ("beta_start", "beta_end", "beta_schedule")
+BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.method}-{peer.class_name}")
@@ -41,6 +47,9 @@ def test_defaults_are_the_class_own(peer):
     else:
         assert tuple(parameters[name].default for name in NAMES) == peer.betas
         assert parameters["timestep_spacing"].default == peer.spacing
+    read = {*peer.required, *QUALIFIERS, *SWITCHES, "set_alpha_to_one"}
+    read |= set() if peer.fixed_shift else {"use_dynamic_shifting", "shift_terminal"}
+    assert HARMLESS & {*parameters} <= read, "a field would be ignored that the class reads"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +64,11 @@ def test_defaults_are_the_class_own(peer):
         ("LCMScheduler", {"timestep_spacing": "trailing"}, "lcm"),
         ("PNDMScheduler", {"rescale_betas_zero_snr": True, "skip_prk_steps": True}, "pndm"),
         ("HeunDiscreteScheduler", {"use_flow_sigmas": True, "use_lu_lambdas": True}, "heun"),
+        (
+            "EulerDiscreteScheduler",
+            {"predict_x0": True, "disable_corrector": [], "solver_type": "bh2"},
+            "euler_linspace",
+        ),
     ],
 )
 def test_fields_that_a_class_ignores(class_name, left_over, sampler):
@@ -67,6 +81,65 @@ def test_fields_that_a_class_ignores(class_name, left_over, sampler):
         scheduler.set_timesteps(10)
         steps.append((scheduler.timesteps.tolist(), scheduler.alphas_cumprod.tolist()))
     assert steps[0] == steps[1]
+
+
+def saved(scheduler):
+    """Return the fields of the file that a scheduler of diffusers saves."""
+    return json.loads(scheduler.to_json_string())
+
+
+def test_schedulers_made_from_another(tmp_path):
+    """A class reads its own fields only, and the file keeps those of the class before it."""
+    diffusers.UniPCMultistepScheduler(**BETAS, timestep_spacing="leading").save_pretrained(tmp_path)
+    unipc = diffusers.UniPCMultistepScheduler.from_pretrained(tmp_path)
+    raw = saved(diffusers.EulerDiscreteScheduler.from_config(unipc.config))
+    assert raw["predict_x0"] is True and raw["disable_corrector"] == []
+    assert read_schedule(raw, "here").sampler == "euler"
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+def test_noise_levels_of_karras_have_no_spacing(spacing):
+    """SDXL's file says "leading", which `from_config` keeps."""
+    euler = diffusers.EulerDiscreteScheduler(**BETAS, steps_offset=1, timestep_spacing=spacing)
+    theirs = diffusers.DPMSolverMultistepScheduler.from_config(euler.config, use_karras_sigmas=True)
+    schedule = read_schedule(saved(theirs), "here")
+    assert schedule.sampler == "dpmpp_2m_karras"
+    theirs.set_timesteps(12)
+    ours = steps(schedule, schedule.sampler, 12)
+    assert ours.rows[:, 0, 0].tolist() == theirs.timesteps.tolist()
+    np.testing.assert_allclose(ours.sigma / ours.signal, theirs.sigmas[:-1].numpy(), rtol=1e-5)
+    for change in ({"use_karras_sigmas": False}, {"algorithm_type": "sde-dpmsolver++"}):
+        with pytest.raises(ConfigError, match=r"DPMSolver.* is not supported\. Choose another"):
+            read_schedule({**saved(theirs), **change}, "here")
+
+
+OF_BETAS = [name for kind in PIPELINES.values() if "unet" in kind.components for name in kind.names]
+
+
+@pytest.mark.parametrize("pipeline", dict.fromkeys(OF_BETAS))
+@pytest.mark.parametrize(
+    "scheduler", ["DDIMScheduler", "PNDMScheduler", "EulerDiscreteScheduler", "LCMScheduler"]
+)
+def test_fields_that_a_pipeline_sets(pipeline, scheduler):
+    """Those of SD1 mend the files of their first release; others of diffusers do not."""
+    raw = {"_class_name": scheduler, **BETAS, "timestep_spacing": "leading"}
+    make = getattr(diffusers, pipeline)
+    parts = [n for n, p in inspect.signature(make).parameters.items() if p.default is p.empty]
+    scheduler = getattr(diffusers, scheduler).from_config(raw)
+    theirs = make(**{**dict.fromkeys(parts), "scheduler": scheduler}).scheduler
+    fields = {"betas_fields": PIPELINES[pipeline].betas_fields}
+    for name, wanted in (("clip_sample", False), ("skip_prk_steps", True)):
+        if theirs.config.get(name, wanted) != wanted:
+            with pytest.raises(ConfigError, match=f"{name}={not wanted} is not supported"):
+                read_schedule(raw, "here", **fields)
+            raw[name] = wanted
+    if "skip_prk_steps" in theirs.config:
+        theirs.register_to_config(skip_prk_steps=True)
+    schedule = read_schedule(raw, "here", **fields)
+    assert schedule.steps_offset == theirs.config.steps_offset
+    theirs.set_timesteps(10)
+    ours = steps(schedule, schedule.sampler, 10).rows[:, 0, 0]
+    assert ours.tolist() == theirs.timesteps.tolist()
 
 
 def test_every_method_of_diffusers_has_its_class():

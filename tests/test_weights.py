@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from diffusers.training_utils import EMAModel
 from safetensors.numpy import load_file, save_file
 
 from sd_tf.cli.main import main
@@ -211,11 +212,11 @@ def test_schedulers(folder):
         (diffusers.UniPCMultistepScheduler(**common), "unipc"),
         (diffusers.LMSDiscreteScheduler(**common), "lms"),
         (diffusers.LCMScheduler(), "lcm"),
+        (diffusers.DDIMScheduler(**common), "ddim"),  # SD1's pipelines set clip_sample to False
     ):
         scheduler.save_pretrained(path.parent)
         assert open_checkpoint(folder).config.schedule.sampler == name
     for scheduler, message in (
-        (diffusers.DDIMScheduler(**common), r"clip_sample=True is not supported; supported: False"),
         (diffusers.DEISMultistepScheduler(**common), r"'DEISMultistepScheduler' is unknown"),
         (
             diffusers.EulerDiscreteScheduler(**common, use_karras_sigmas=True),
@@ -260,11 +261,58 @@ def test_schedulers(folder):
         open_checkpoint(folder, scheduler="dpm_fast")
 
 
+def test_fields_of_a_pipelines_first_release(folder):
+    """diffusers' pipelines mend them in memory, and leave the files as they are."""
+    schedule = {**peers.SCHEDULE, "_class_name": "DDIMScheduler", "set_alpha_to_one": False}
+    del schedule["steps_offset"]
+    (folder / "scheduler/scheduler_config.json").write_text(json.dumps(schedule))
+    edit_json(folder / "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
+    for version, size in (("0.6.0.dev0", 64), ("0.8.1", 64), ("0.9.0", 32), ("0.10.0", 32)):
+        edit_json(folder / "unet/config.json", sample_size=32, _diffusers_version=version)
+        config = open_checkpoint(folder).config
+        theirs = diffusers.DiffusionPipeline.from_pretrained(folder)
+        assert config.denoiser.sample_size == size == theirs.unet.config.sample_size
+        assert config.schedule.steps_offset == theirs.scheduler.config.steps_offset == 1
+        assert theirs.scheduler.config.clip_sample is False
+    edit_json(folder / "unet/config.json", _diffusers_version="0.6.0")
+    edit_json(folder / "model_index.json", _class_name="StableDiffusionInstructPix2PixPipeline")
+    with pytest.raises(ConfigError, match=r"clip_sample=True is not supported; supported: False"):
+        open_checkpoint(folder)
+    edit_json(folder / "scheduler/scheduler_config.json", clip_sample=False)
+    config = open_checkpoint(folder).config
+    assert (config.schedule.steps_offset, config.denoiser.sample_size) == (0, 32)
+
+
+def test_a_unet_saved_from_an_average(folder):
+    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet")
+    average = EMAModel(unet.parameters(), model_cls=type(unet), model_config=unet.config)
+    before = open_checkpoint(folder).config
+    average.save_pretrained(folder / "unet")
+    assert "optimization_step" in json.loads((folder / "unet/config.json").read_text())
+    assert open_checkpoint(folder).config == before
+
+
+def test_cosxl_edit_is_refused(small_pipelines, tmp_path):
+    folder = shutil.copytree(small_pipelines("sdxl-instruct-pix2pix")[1], tmp_path / "sdxl")
+    edit_json(folder / "model_index.json", is_cosxl_edit=True)
+    message = r"model_index\.json: is_cosxl_edit=True is not supported: its UNet takes the picture"
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
 def test_a_tokenizer_that_is_named_must_be_there(folder):
     """Without it SD2's padding would be another, and so would its pictures."""
     shutil.rmtree(folder / "tokenizer")
     with pytest.raises(TokenizerError, match=r"Missing: .*tokenizer/vocab\.json"):
         open_checkpoint(folder).tokenizer()
+
+
+def test_a_folder_without_a_tokenizer(folder):
+    edit_json(folder / "model_index.json", tokenizer=[None, None])
+    assert open_checkpoint(folder).tokenizer().pad_token_id == 49407  # the folder is there
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(CheckpointError, match=r"names no tokenizer, .* how prompts are padded"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
@@ -402,13 +450,18 @@ def convert(error, folder):
 
 def test_the_advised_conversion_works(small_pipelines, tmp_path, monkeypatch):
     pipeline, _ = small_pipelines("sd1")
-    state = {"decoder.conv_in.bias": pipeline.vae.decoder.conv_in.bias.detach(), "step": 3}
+    bias = pipeline.vae.decoder.conv_in.bias.detach()
+    state = {"decoder.conv_in.bias": bias, "tied": bias, "step": 3}
     torch.save({"state_dict": state}, tmp_path / "weights.ckpt")
-    with pytest.raises(CheckpointError) as caught:
+    message = (
+        "for more than tensors, such as a training's callbacks, weights_only=False lets it run"
+    )
+    with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(tmp_path / "weights.ckpt")
     convert(caught.value, tmp_path)
     converted = load_file(tmp_path / "weights.safetensors")
-    np.testing.assert_array_equal(converted["decoder.conv_in.bias"], state["decoder.conv_in.bias"])
+    for name in ("decoder.conv_in.bias", "tied"):
+        np.testing.assert_array_equal(converted[name], state[name])
 
 
 @pytest.mark.parametrize(
@@ -522,7 +575,8 @@ UNSUPPORTED = [
     (
         "unet",
         {"layers_per_block": [2, 2]},
-        r"must have 4 entries, one a level\. Received: \[2, 2\]",
+        r"unet/config\.json: layers_per_block must be one number, or a list of 4, one a level\. "
+        r"Received: \[2, 2\]",
     ),
     ("vae", {"latents_mean": [0.1]}, r"latents_mean=\[0\.1\] is not supported"),
     ("vae", {"act_fn": "relu"}, r"act_fn='relu' is not supported; supported: 'silu', 'swish'"),

@@ -1,11 +1,11 @@
 """Tensors on disk, listed by name, shape and dtype, and read one at a time."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -38,6 +38,31 @@ class CheckpointError(SdTfError):
 
 
 @dataclass(frozen=True)
+class InFile:
+    """Values that lie in a file one after the other; a call reads them."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # in bytes
+
+    def __call__(self) -> np.ndarray:
+        # Mapped pages would count as resident memory until the file is closed, so they are read.
+        count = math.prod(self.shape)
+        values = np.fromfile(self.path, self.dtype, count, offset=self.offset)
+        if len(values) != count:
+            raise CheckpointError(f"{self.path} became shorter while it was being read.")
+        if self.dtype.name.startswith("float8"):
+            values = values.astype(ml_dtypes.bfloat16)
+        return values.reshape(self.shape)
+
+    def rows(self, start: int, stop: int) -> "InFile":
+        of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        shape, offset = (stop - start, *self.shape[1:]), self.offset + start * of_row
+        return replace(self, shape=shape, offset=offset)
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint, in the checkpoint's own layout; `read` returns its values.
 
@@ -58,9 +83,12 @@ class StoredTensor:
         return numpy_dtype(self.dtype).itemsize
 
     def rows(self, start: int, stop: int) -> "StoredTensor":
-        return StoredTensor(
-            (stop - start, *self.shape[1:]), self.dtype, lambda: self.read()[start:stop], self.file
-        )
+        """Return some rows of the tensor; of one in a file, only these are read."""
+        if isinstance(self.read, InFile):
+            read = self.read.rows(start, stop)
+        else:
+            read = lambda: self.read()[start:stop]  # noqa: E731
+        return StoredTensor((stop - start, *self.shape[1:]), self.dtype, read, self.file)
 
     def with_halves_swapped(self) -> "StoredTensor":
         """Return the tensor with the second half of its rows first."""
@@ -93,7 +121,8 @@ def refuse_pickle(path: Path, converted: str | None = None) -> None:
     """Refuse a pickle, with the command that converts it.
 
     Tensors that lie in a part's own dictionary, as an IP-Adapter's do, are called PART.NAME. All
-    shards of several become one file.
+    shards of several become one file. Tensors that share their memory, as T5's tied embeddings do,
+    are copied, as safetensors refuses them.
 
     Args:
         converted: the new file's name without its suffix; None: as the pickle's.
@@ -106,15 +135,17 @@ def refuse_pickle(path: Path, converted: str | None = None) -> None:
             read = f"{{k: v for f in {shards} for k, v in {load.format('f')}.items()}}"
         raise CheckpointError(
             f"{path} is a pickle, which can run any code when it is read; only safetensors and "
-            f"HDF5 are loaded. If you trust the file, convert it: "
+            f"HDF5 are loaded. The command below takes no code; where torch refuses the file for "
+            f"more than tensors, such as a training's callbacks, weights_only=False lets it run. "
+            f"If you trust the file, convert it: "
             f'python -c "import glob, torch, safetensors.torch as s; '
             f"w = {read}; "
             f"w = w.get('state_dict', w); "
             f"w = {{k: v for a, b in w.items() for k, v in "
             f"({{f'{{a}}.{{c}}': d for c, d in b.items()}} if isinstance(b, dict) else {{a: b}})"
             f".items()}}; "
-            f"s.save_file({{k: v.contiguous() for k, v in w.items() if hasattr(v, 'shape')}}, "
-            f"'{SHARD.sub('', new)}.safetensors')\""
+            f"s.save_file({{k: w.pop(k).contiguous().clone() for k in [*w] if hasattr(w[k], "
+            f"'shape')}}, '{SHARD.sub('', new)}.safetensors')\""
         )
 
 
@@ -131,8 +162,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             )
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         offset = 8 + length + entry["data_offsets"][0]
-        read = partial(_read, path, dtype, shape, offset)
-        tensors[name] = StoredTensor(shape, dtype.name, read, path)
+        tensors[name] = StoredTensor(shape, dtype.name, InFile(path, dtype, shape, offset), path)
     return tensors
 
 
@@ -157,17 +187,6 @@ def _header(path: Path) -> tuple[int, dict]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return length, json.loads(file.read(length))
-
-
-def _read(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
-    # Mapped pages would count as resident memory until the file is closed, so they are read.
-    count = int(np.prod(shape))
-    values = np.fromfile(path, dtype, count, offset=offset)
-    if len(values) != count:
-        raise CheckpointError(f"{path} became shorter while it was being read.")
-    if dtype.name.startswith("float8"):
-        values = values.astype(ml_dtypes.bfloat16)
-    return values.reshape(shape)
 
 
 def open_sharded(index_file: Path) -> dict[str, StoredTensor]:

@@ -11,6 +11,8 @@ from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights import layout
 from sd_tf.weights.checkpoint import Checkpoint
 
+SIZES = 6  # numbers of SDXL's size conditioning; no refiner has a ControlNet
+
 
 @dataclass(frozen=True)
 class ControlNetCheckpoint:

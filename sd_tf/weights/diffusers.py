@@ -68,11 +68,16 @@ def open_folder(
         for name, part in config.components.items()
     }
     named = components_of(index)
-    tokenizers = {
-        encoder: partial(TOKENIZERS[type(part)].from_folder, folder / tokenizer)
-        for encoder, part in config.text_encoders.items()
-        if (tokenizer := tokenizer_of(encoder)) in named or (folder / tokenizer).is_dir()
-    }
+    tokenizers = {}
+    for encoder, part in config.text_encoders.items():
+        tokenizer = tokenizer_of(encoder)
+        if tokenizer in named or (folder / tokenizer).is_dir():
+            tokenizers[encoder] = partial(TOKENIZERS[type(part)].from_folder, folder / tokenizer)
+        elif not isinstance(part, T5EncoderConfig):  # of which `Checkpoint.tokenizer` tells
+            raise CheckpointError(
+                f"{folder / MODEL_INDEX} names no {tokenizer}, and there is no such folder. It "
+                f"says how prompts are padded, in which releases differ: copy it from the release."
+            )
     name = folder.resolve().name
     return Checkpoint(name, str(folder), "diffusers folder", config, readers, tokenizers)
 
@@ -113,7 +118,7 @@ def read_config(
     encoders = {name: text_encoder(name) for name in kind.text_encoders if name in components}
     if "unet" in components:
         pooled = [encoder.projection_dim for encoder in encoders.values()]
-        denoiser = read(diffusers_config.read_unet, "unet", pooled[-1])
+        denoiser = read(diffusers_config.read_unet, "unet", pooled[-1], kind.old_sample_size)
     else:
         [name] = kind.components["transformer"]
         denoiser = read(diffusers_transformers.READERS[name], "transformer")
@@ -129,6 +134,7 @@ def read_config(
         scheduler,
         file="scheduler_config.json",
         flow_spacing=kind.flow_spacing,
+        betas_fields=kind.betas_fields,
     )
     zeros = index.get("force_zeros_for_empty_prompt", kind.zeros_and_upcast)
     is_left_out = kind.left_out is not None and kind.left_out not in components

@@ -18,6 +18,8 @@ from sd_tf.config import (
     VisionEncoderConfig,
 )
 
+CONFIG = "config.json"  # the file's name in a model's folder
+
 # diffusers' class of a block → whether the block has attention.
 DOWN_BLOCKS = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 UP_BLOCKS = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
@@ -41,6 +43,13 @@ TRANSFORMERS_HARMLESS = """
     task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
     top_p typical_p
 """.split()
+
+# Fields of a UNet that only its training reads; the last ones are those of diffusers' EMAModel.
+TRUNK_HARMLESS = """
+    dropout addition_embed_type_num_heads
+    decay inv_gamma min_decay optimization_step power update_after_step use_ema_warmup
+""".split()
+FIRST_WITH_SIZES = (0, 9)  # diffusers' release from which sample_size is right
 
 
 @dataclass
@@ -153,9 +162,17 @@ def read_vision_encoder(raw, where: str) -> VisionEncoderConfig:
     return config
 
 
-def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
-    """Read the UNet's `config.json`; `pooled_dim` is the width of the pooled text, if any."""
-    fields = Fields(raw, where)
+def read_unet(
+    raw, where: str, pooled_dim: int | None = None, old_sample_size: int | None = None
+) -> UNetConfig:
+    """Read the UNet's `config.json`.
+
+    Args:
+        pooled_dim: the width of the pooled text, if there is one.
+        old_sample_size: the least `sample_size` of files older than diffusers 0.9. Those of SD1
+            were published with the size of their first training.
+    """
+    fields = Fields(_with_size(raw, old_sample_size), where)
     up_types = fields.take("up_block_types", ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3)
     up_depths = fields.take("reverse_transformer_layers_per_block", None)
     out_channels = fields.take("out_channels", 4)
@@ -169,6 +186,15 @@ def read_unet(raw, where: str, pooled_dim: int | None = None) -> UNetConfig:
     )
 
 
+def _with_size(raw: Mapping, least: int | None) -> Mapping:
+    """Return an old UNet's fields with at least this `sample_size`, as diffusers takes them."""
+    size, version = raw.get("sample_size"), raw.get("_diffusers_version")
+    if least is None or not isinstance(size, int) or size >= least or version is None:
+        return raw
+    major, minor = map(int, version.split(".")[:2])
+    return {**raw, "sample_size": least} if (major, minor) < FIRST_WITH_SIZES else raw
+
+
 def read_trunk(
     fields: Fields, pooled_dim: int | None
 ) -> tuple[UNetConfig, tuple[int, ...], tuple[int | list[int], ...]]:
@@ -177,8 +203,8 @@ def read_trunk(
     channels = tuple(fields.take("block_out_channels", (320, 640, 1280, 1280)))
     levels = len(channels)
     down_types = fields.take("down_block_types", ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"])
-    resnets = _per_level(fields.take("layers_per_block", 2), levels)
-    depths = _per_level(fields.take("transformer_layers_per_block", 1), levels)
+    resnets = _per_level(fields, "layers_per_block", 2, levels)
+    depths = _per_level(fields, "transformer_layers_per_block", 1, levels)
     mid = fields.choose("mid_block_type", MID_BLOCKS, "UNetMidBlock2DCrossAttn")
     context_dim = fields.take("cross_attention_dim", 1280)
     if not isinstance(context_dim, int):
@@ -196,7 +222,7 @@ def read_trunk(
         in_channels=fields.take("in_channels", 4),
         channels=channels,
         # "attention_head_dim" is diffusers' historical name for the number of heads.
-        num_heads=_per_level(fields.take("attention_head_dim", 8), levels),
+        num_heads=_per_level(fields, "attention_head_dim", 8, levels),
         down_depths=_depths(fields, "down_block_types", down_types, DOWN_BLOCKS, resnets, depths),
         mid_depth=mid and _layers(depths[-1], 1)[0] if mid is not False else 0,
         up_depths=(),
@@ -238,7 +264,7 @@ def read_trunk(
         ("timestep_post_act", None),
     ):
         fields.require(name, *allowed, default=allowed[0])
-    fields.finish(("dropout", "addition_embed_type_num_heads"))
+    fields.finish(TRUNK_HARMLESS)
     return config, resnets, depths
 
 
@@ -259,11 +285,15 @@ def _read_added(fields: Fields, pooled_dim: int | None) -> AddedConditioning | N
     return AddedConditioning(count, time_dim, pooled_dim)
 
 
-def _per_level(value, levels: int) -> tuple:
+def _per_level(fields: Fields, name: str, default: int, levels: int) -> tuple:
+    value = fields.take(name, default)
     if isinstance(value, int):
         return (value,) * levels
     if len(value) != levels:
-        raise ConfigError(f"A list must have {levels} entries, one a level. Received: {value!r}")
+        raise ConfigError(
+            f"{fields.where}: {name} must be one number, or a list of {levels}, one a level. "
+            f"Received: {value!r}"
+        )
     return tuple(value)
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from sd_tf.config import ControlNetConfig
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
-from sd_tf.weights.controlnet import ControlNetCheckpoint
+from sd_tf.weights.controlnet import SIZES, ControlNetCheckpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import Fields, read_trunk, write_trunk
+from sd_tf.weights.diffusers_config import CONFIG, Fields, read_trunk, write_trunk
 
-CONFIG = "config.json"
 CLASS = "ControlNetModel"
 # Classes of nets that are not read, and what these are.
 OTHERS = {
@@ -22,7 +21,6 @@ OTHERS = {
     "UNetControlNetXSModel": "a ControlNet-XS",
     "T2IAdapter": "a T2I-Adapter",
 }
-SIZES = 6  # numbers of SDXL's size conditioning; no refiner has a ControlNet
 
 
 def class_of(path: Path) -> str | None:

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sd_tf.config import FluxConfig, MMDiTConfig, PipelineConfig
 from sd_tf.files.objects import read_object
@@ -33,6 +34,10 @@ class Pipelines:
     left_out: str | None = None  # the text encoder in place of which zeros may stand
     t5_length: int | None = None  # tokens of a prompt for T5, if a call does not say
     flow_spacing: str = "linspace"  # of the steps, for flow matching
+    # Fields of a scheduler of β that the classes set, whatever is in its file.
+    betas_fields: Mapping[str, Any] = field(default_factory=dict)
+    # The classes raise a smaller sample_size of UNets that are older than diffusers 0.9 to it.
+    old_sample_size: int | None = None
 
     @property
     def text_encoders(self) -> list[str]:
@@ -41,13 +46,7 @@ class Pipelines:
 
 
 UNET = Pipelines(
-    names=(
-        "StableDiffusionPipeline",
-        "StableDiffusionImg2ImgPipeline",
-        "StableDiffusionInpaintPipeline",
-        "StableDiffusionInstructPix2PixPipeline",
-        "LatentConsistencyModelPipeline",
-    ),
+    names=("StableDiffusionInstructPix2PixPipeline", "LatentConsistencyModelPipeline"),
     components={
         "text_encoder": (CLIP, PROJECTED_CLIP),
         "text_encoder_2": (CLIP, PROJECTED_CLIP),
@@ -60,16 +59,25 @@ UNET = Pipelines(
     # These check or watermark finished pictures.
     ignored=("safety_checker", "feature_extractor", "watermark"),
 )
-UNET_XL = Pipelines(
+UNET_PLAIN = replace(
+    UNET,
+    names=("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline"),
+    betas_fields={"steps_offset": 1, "clip_sample": False},
+    old_sample_size=64,
+)
+UNET_INPAINT = replace(
+    UNET_PLAIN,
+    names=("StableDiffusionInpaintPipeline",),
+    betas_fields={"steps_offset": 1, "skip_prk_steps": True},
+)
+UNET_XL = replace(
+    UNET,
     names=(
         "StableDiffusionXLPipeline",
         "StableDiffusionXLImg2ImgPipeline",
         "StableDiffusionXLInpaintPipeline",
         "StableDiffusionXLInstructPix2PixPipeline",
     ),
-    components=UNET.components,
-    required=UNET.required,
-    ignored=UNET.ignored,
     penultimate=True,
     zeros_and_upcast=True,
 )
@@ -108,7 +116,8 @@ FLUX = Pipelines(
     t5_length=512,
     flow_spacing="trailing",
 )
-PIPELINES = {name: kind for kind in (UNET, UNET_XL, SD3, FLUX) for name in kind.names}
+KINDS = (UNET_PLAIN, UNET_INPAINT, UNET, UNET_XL, SD3, FLUX)
+PIPELINES = {name: kind for kind in KINDS for name in kind.names}
 
 _BLENDS = (
     "it blends a masked picture into every step, which is not supported for transformers; if its "
@@ -146,6 +155,11 @@ def read_index(folder: Path, without: Sequence[str] = ()) -> dict:
         raise CheckpointError(
             f"{path}: the pipeline class {pipeline!r} is not supported; supported: "
             f"{', '.join(PIPELINES)}."
+        )
+    if index.get("is_cosxl_edit"):
+        raise CheckpointError(
+            f"{path}: is_cosxl_edit={index['is_cosxl_edit']!r} is not supported: its UNet takes "
+            f"the picture's latents at another scale."
         )
     kind = PIPELINES[pipeline]
     check_left_out(without, kind.left_out, f"a {pipeline}")

@@ -25,7 +25,8 @@ from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.open import Tokenizer
 from sd_tf.weights import diffusers_config, diffusers_transformers, layout
 from sd_tf.weights.diffusers import weights_stem
-from sd_tf.weights.diffusers_controlnet import CONFIG, write_controlnet
+from sd_tf.weights.diffusers_config import CONFIG
+from sd_tf.weights.diffusers_controlnet import write_controlnet
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     pipeline_class,
@@ -108,7 +109,7 @@ def write_folder(
             index[name] = ["transformers", content["architectures"][0]]
         else:
             index[name] = ["diffusers", content["_class_name"]]
-        _write_json(folder / name / "config.json", content)
+        _write_json(folder / name / CONFIG, content)
         _write_weights(folder / name, weights_stem(name), tensors[name], shard_bytes)
     for encoder, tokenizer in tokenizers.items():
         name = tokenizer_of(encoder)

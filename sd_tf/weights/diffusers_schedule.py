@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from sd_tf.config import SAMPLERS, ConfigError, DynamicShift, SamplerSpec, ScheduleConfig
@@ -24,6 +25,7 @@ class Peer:
     set_alpha_to_one: bool | None = None  # the class's default; None: it has no such field
     switches: tuple[str, ...] = ()  # those of SWITCHES that it has
     fixed_spacing: bool = False  # whether it ignores timestep_spacing
+    karras_replaces_spacing: bool = False  # whether it ignores it with use_karras_sigmas
     fixed_shift: bool = True  # whether a flow has one shift for all sizes, and no shift_terminal
     # Field → the class's default, and the value that we compute.
     required: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -103,18 +105,21 @@ PEERS = (
         "DPMSolverMultistepScheduler",
         "dpmpp_2m",
         switches=SWITCHES,
+        karras_replaces_spacing=True,
         required={"algorithm_type": ("dpmsolver++", "dpmsolver++"), **DPM},
     ),
     Peer(
         "DPMSolverMultistepScheduler",
         "dpmpp_2m_sde",
         switches=SWITCHES,
+        karras_replaces_spacing=True,
         required={"algorithm_type": ("dpmsolver++", "sde-dpmsolver++"), **DPM},
     ),
     Peer(
         "UniPCMultistepScheduler",
         "unipc",
         switches=("rescale_betas_zero_snr", "use_flow_sigmas", *SIGMAS),
+        karras_replaces_spacing=True,
         required={
             **MULTISTEP,
             **_unchanged(solver_type="bh2", predict_x0=True, disable_corrector=[], solver_p=None),
@@ -156,18 +161,22 @@ DYNAMIC_SHIFT = {  # field → ours
 }
 TIME_SHIFTS = {"exponential": True, "linear": False}
 
-# Fields that only another sampler reads, or that qualify a switch which is off.
-HARMLESS = """
-    algorithm_type base_image_seq_len base_shift clip_sample clip_sample_range
-    dynamic_thresholding_ratio euler_at_final final_sigmas_type flow_shift interpolation_type
-    lambda_min_clipped lower_order_final max_image_seq_len max_shift original_inference_steps
-    sample_max_value set_alpha_to_one sigma_max sigma_min skip_prk_steps solver_order solver_type
-    thresholding time_shift_type timestep_scaling timestep_type use_dynamic_shifting variance_type
-""".split()
+# Fields that qualify a switch which is off, and those that only another class reads, from whose
+# file diffusers' `from_config` keeps them.
+QUALIFIERS = (
+    *("clip_sample_range", "dynamic_thresholding_ratio", "flow_shift", "lambda_min_clipped"),
+    *("sample_max_value", "time_shift_type", *DYNAMIC_SHIFT),
+)
+HARMLESS = {*QUALIFIERS, "set_alpha_to_one"}.union(*(peer.required for peer in PEERS))
 
 
 def read_schedule(
-    raw, where: str, sampler: str | None = None, *, flow_spacing: str = "linspace"
+    raw,
+    where: str,
+    sampler: str | None = None,
+    *,
+    flow_spacing: str = "linspace",
+    betas_fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> ScheduleConfig:
     """Read a scheduler's file.
 
@@ -175,8 +184,13 @@ def read_schedule(
         sampler: replaces the file's own choice, and with it the fields that only that one reads.
         flow_spacing: `ScheduleConfig.spacing` of flow matching, which depends on the pipeline's
             class and is not in the file: "trailing" for Flux, "linspace" for SD3.
+        betas_fields: the fields of a β schedule that the pipeline's class sets, whatever is in the
+            file.
     """
     class_name = raw.get("_class_name")
+    is_flow = str(class_name).startswith("FlowMatch")
+    if not is_flow:
+        raw = {**raw, **betas_fields}
     peers = [peer for peer in PEERS if peer.class_name == class_name]
     if sampler is None and not peers:
         known = ", ".join(dict.fromkeys(peer.class_name for peer in PEERS))
@@ -188,7 +202,6 @@ def read_schedule(
     read = SWITCHES if sampler is not None else peers[0].switches
     ignored = set(SWITCHES) - set(read)
     fields = Fields({name: value for name, value in raw.items() if name not in ignored}, where)
-    is_flow = str(class_name).startswith("FlowMatch")
     if is_flow:
         schedule = _read_flow(fields, bool(peers) and peers[0].fixed_shift, flow_spacing)
     else:
@@ -207,11 +220,9 @@ def read_schedule(
         spec = SamplerSpec(peer.method, peer.spacing)
     else:
         spacing = fields.take("timestep_spacing", peer.spacing)
-        spec = SamplerSpec(
-            peer.method,
-            peer.spacing if peer.fixed_spacing else spacing,
-            bool(fields.take("use_karras_sigmas", False)),
-        )
+        karras = bool(fields.take("use_karras_sigmas", False))
+        is_ignored = peer.fixed_spacing or (karras and peer.karras_replaces_spacing)
+        spec = SamplerSpec(peer.method, peer.spacing if is_ignored else spacing, karras)
         schedule = replace(
             schedule,
             steps_offset=fields.take("steps_offset", 0),

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
 from sd_tf.weights.diffusers import check_variant, choose_weights
+from sd_tf.weights.diffusers_config import CONFIG
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     components_of,
@@ -21,7 +22,6 @@ from sd_tf.weights.diffusers_pipelines import (
     read_index,
 )
 
-CONFIG = "config.json"
 SMALL_FILES = (".json", ".txt", "spiece.model")
 
 

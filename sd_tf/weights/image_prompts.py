@@ -28,12 +28,11 @@ from sd_tf.files.tensors import (
 )
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import read_vision_encoder
+from sd_tf.weights.diffusers_config import CONFIG, read_vision_encoder
 from sd_tf.weights.single_file_names import Tensors, under
 
 PROJECTION, ATTENTION = "image_proj.", "ip_adapter."
 ENCODER_FOLDER = "image_encoder"  # beside an adapter's file, as they are published
-CONFIG = "config.json"
 LINEAR_TOKENS = 4  # of every base adapter
 KEY = re.compile(r"(\d+)\.to_([kv])_ip\.weight")
 FACE = ("perceiver_resampler.", "norm.weight")  # told by these alone: FaceID

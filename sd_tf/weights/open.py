@@ -14,6 +14,7 @@ from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
 from sd_tf.weights.diffusers import open_folder
+from sd_tf.weights.diffusers_config import CONFIG
 from sd_tf.weights.diffusers_pipelines import MODEL_INDEX
 from sd_tf.weights.image_prompts import (
     ENCODER_FOLDER,
@@ -156,8 +157,8 @@ def _encoder_beside(source: str | Path, file: Path) -> Path:
 def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
     """Open a ControlNet: a diffusers folder, a `.safetensors` file, or an id of the Hub."""
     path = Path(source).expanduser()
-    if (path / diffusers_controlnet.CONFIG).is_file():
-        raw = read_object(path / diffusers_controlnet.CONFIG, CheckpointError)
+    if (path / CONFIG).is_file():
+        raw = read_object(path / CONFIG, CheckpointError)
         diffusers_controlnet.check_class(raw, str(path))
         return diffusers_controlnet.open_folder(path)
     refuse_pickle(path)
@@ -165,7 +166,7 @@ def open_controlnet(source: str | Path) -> ControlNetCheckpoint:
         return single_file_controlnet.open_file(path)
     if path.exists():
         raise CheckpointError(
-            f"{path} is not a ControlNet: give a folder whose {diffusers_controlnet.CONFIG} says "
+            f"{path} is not a ControlNet: give a folder whose {CONFIG} says "
             f"{diffusers_controlnet.CLASS}, or a .safetensors file that has "
             f"zero_convs.* or controlnet_down_blocks.*."
         )
@@ -179,7 +180,7 @@ def open_small_decoder(source: str | Path) -> SmallDecoderCheckpoint:
         return small_decoder.open_folder(path)
     if path.exists():
         raise CheckpointError(
-            f"{path} is not a small decoder: give a folder whose {small_decoder.CONFIG} says "
+            f"{path} is not a small decoder: give a folder whose {CONFIG} says "
             f"{small_decoder.CLASS}."
         )
     return _from_hub(source, small_decoder)

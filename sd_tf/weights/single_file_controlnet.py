@@ -11,7 +11,7 @@ from pathlib import Path
 from sd_tf.config import FAMILIES, ControlNetConfig
 from sd_tf.config.original_names import original_names
 from sd_tf.files.tensors import CheckpointError, StoredTensor, open_safetensors, shortened
-from sd_tf.weights.controlnet import ControlNetCheckpoint
+from sd_tf.weights.controlnet import SIZES, ControlNetCheckpoint
 from sd_tf.weights.single_file import read_unet
 from sd_tf.weights.single_file_names import (
     BUFFERS,
@@ -31,7 +31,6 @@ LORA = "lora_controlnet"  # one that marks a ControlLoRA
 HINT = "controlnet_cond_embedding."
 HINT_ENDS = {0: "conv_in", 7: "conv_out"}  # the other layers of the hint are blocks
 ZERO = re.compile(r"controlnet_down_blocks\.\d+\.weight")
-SIZES = 6  # numbers of SDXL's size conditioning
 SIZE_WIDTH = 256  # to which each of them is embedded, in all that were published
 POOLING = ("_shuffle", "_shuffle_fp16")  # how the names of those that pool end
 FAMILY_OF_KIND = {"SD1": "sd1", "SD2": "sd2-base", "SDXL": "sdxl-base"}

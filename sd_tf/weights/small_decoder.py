@@ -15,11 +15,10 @@ from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights import layout
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import Fields
+from sd_tf.weights.diffusers_config import CONFIG, Fields
 
-CONFIG = "config.json"
 CLASS = "AutoencoderTiny"
-DECODER = "decoder."  # how its tensors' names begin
+PREFIX = "decoder."  # how its tensors' names begin
 ACTIVATIONS = {name: name for name in ("relu", "silu", "gelu", "mish")} | {"swish": "silu"}
 # Fields of the encoder, and of latents that are kept as bytes.
 UNUSED = (
@@ -67,7 +66,7 @@ def open_folder(path: Path) -> SmallDecoderCheckpoint:
         config = read_small_decoder(read_object(file, CheckpointError), str(file))
     name = path.resolve().name
     tensors = open_component(path, name, config, None)
-    decoder = {key: tensor for key, tensor in tensors.items() if key.startswith(DECODER)}
+    decoder = {key: tensor for key, tensor in tensors.items() if key.startswith(PREFIX)}
     return SmallDecoderCheckpoint(name, str(path), config, decoder)
 
 
