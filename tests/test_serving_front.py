@@ -112,6 +112,8 @@ def test_other_sites_draw_nothing(front, headers, status, message):
         ("POST", "/health", 405),
         ("POST", "/nowhere", 404),
         ("POST", "/v1/images/nothing", 404),
+        ("POST", "/v1/images/edits/", 404),
+        ("POST", "//v1/images/edits", 404),
         ("POST", "/v1/nothing", 400),  # as TensorFlow Serving has it
     ],
 )

@@ -612,7 +612,7 @@ def test_forms_are_let_in_on_one_path():
     access = Access("127.0.0.1")
     known = {"host": "localhost", "authorization": "Bearer x"}
     access.check("POST", "/v1/images/edits", {**known, "content-type": FORM})
-    for path in ("/v1/images/edits/", "//v1/images/edits", "/v1/images/generations", "/generate"):
+    for path in ("/v1/images/generations", "/generate", "/v1/models/decoder:predict"):
         with pytest.raises(RefusedError, match="Content-Type: application/json"):
             access.check("POST", path, {**known, "content-type": FORM})
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json", ""):
