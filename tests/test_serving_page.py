@@ -4,6 +4,7 @@ What a healthy server does not show (busy, lost, failing) is put in its place by
 """
 
 import base64
+import dataclasses
 import io
 import json
 import os
@@ -17,7 +18,10 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
+from sd_tf.runtime.controls import ControlRecord
+from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.png import METADATA
+from sd_tf.serving.ray_app.body import form_fields
 from sd_tf.training import world
 from sd_tf.training.world.captions import Ask, AskedThing
 from tests.page_browser import DESKTOP, PATIENCE, PHONE, artifacts, chromium, opened
@@ -98,6 +102,20 @@ PROGRESS = ("progress", {"index": 0, "done": 2, "calls": 4})
 PREVIEW = ("preview", {"index": 0, "done": 2, "png": PIXEL})
 
 
+def made(prompt="a", **parameters):
+    """A run's events with one picture, of a server that is another one."""
+    parameters = {"prompt": prompt, "height": 64, "width": 64, "seed": 1, **parameters}
+    image = {"index": 0, "seed": 1, "png": PIXEL, "parameters": parameters}
+    return ACCEPTED, ("image", image), ("done", {"seconds": 1.0})
+
+
+def field(name, kind="picture", **values):
+    """A field as a server describes it."""
+    known = {"label": name, "help": "", "least": None, "above": None, "most": None}
+    known |= {"slider": None, "default": None, "required": False, "goes_with": None}
+    return {"name": name, "kind": kind, **known, "per_model": False, "is_prompt": False, **values}
+
+
 # Drawing
 
 
@@ -135,7 +153,7 @@ def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
             "seed": 4 - place,
             "scheduler": page.locator("#scheduler").input_value(),
             "prompt_syntax": "plain",
-            "pictures": [],
+            "pictures": {},
         }
         assert pixels(png).shape == (64, 64, 3)
         verdict = world.judge(world.read(pixels(png)), ASK)
@@ -146,6 +164,7 @@ def test_a_prompt_becomes_its_picture(visit, url, tmp_path):
         re.compile(r"20 steps · guidance 4 · \w+ · seed\s4")
     )
     assert not [r for r in seen.requests if not r.startswith((url, f"blob:{url[:8]}", "data:"))]
+    assert seen.requests.count(f"{url}about") == 1, "the export is the one that the page knows"
     assert not seen.errors
 
 
@@ -573,6 +592,188 @@ def test_a_server_that_does_not_answer(page):
     page.unroute("**/about")
     page.click("#again")
     expect(page.locator("#model")).to_contain_text("64×64 px")
+
+
+# What changes between runs
+
+
+def test_files_that_a_picture_does_not_have_are_not_used_again(page, tmp_path):
+    """And those that it has, and the form has not, are asked for."""
+    again = page.locator("#cards > li").first.get_by_text("Use again")
+    stream(page, *made())
+    draw(page)
+    drawn(page)
+    page.set_input_files("#image", picture(tmp_path))
+    again.click()
+    expect(page.locator("#given")).to_be_hidden()
+    expect(page.locator("#image")).to_have_value("")
+    with page.expect_request("**/generate") as request:
+        draw(page)
+    assert not {"image", "strength"} & request.value.post_data_json.keys()
+    drawn(page, count=2)
+
+    page.set_input_files("#image", picture(tmp_path))
+    draw(page)
+    drawn(page, count=3)
+    again.click()
+    expect(page.locator("#given")).to_be_visible()
+    page.click("#forget")
+    again.click()
+    expect(page.locator("#image-error")).to_have_text("Choose a scene.png again.")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.set_input_files("#image", picture(tmp_path))
+    expect(page.locator("#image-error")).to_have_text("")
+
+
+def test_a_run_that_is_tried_again_keeps_the_names_of_its_files(page, tmp_path):
+    """Whatever is chosen, and not sent, before it is."""
+    other = tmp_path / "other.png"
+    Image.new("RGB", (64, 64)).save(other)
+    answer(page, status=429, headers={"Retry-After": "0"}, json={"error": "Too many."})
+    page.set_input_files("#image", picture(tmp_path))
+    draw(page)
+    expect(page.locator("#notice-text")).to_contain_text("Too many.")
+    page.set_input_files("#image", other)
+    draw(page, "")
+    expect(page.locator("#prompt-error")).to_contain_text("Say what")
+    stream(page, *made())
+    page.click("#again")
+    drawn(page)
+    command = copied_command(page)
+    assert "image 'a scene.png'" in command.replace("'image'", "image")
+    assert "other.png" not in command
+
+
+def test_an_export_that_is_taken_up_while_the_page_is_open(visit, tmp_path):
+    """The form is that of the new one; what was entered stays, where it still has a field."""
+    page, seen = visit
+    page.set_input_files("#image", picture(tmp_path))
+    fill(page, num_steps=9, negative_prompt="a circle", strength=0.25, seed=4)
+    sizes = field("size", "size", choices=[[64, 64], [64, 96]], default="64x64")
+
+    def changed(route):
+        about = route.fetch().json()
+        fields = [one for one in about["fields"] if one["name"] != "negative_prompt"]
+        more = {"fields": [*fields, sizes], "sizes": [[64, 64], [64, 96]], "export": "b" * 64}
+        route.fulfill(json={**about, **more, "schedulers": {"ddim": 20}})
+
+    page.route("**/about", changed)
+    name, data = ACCEPTED
+    stream(page, (name, {**data, "export": "b" * 64}), *made()[1:])
+    page.locator("#num_steps").press("Control+Enter")
+    drawn(page)
+    expect(page.locator("#size option")).to_have_text(["64 × 64", "96 × 64"])
+    expect(page.locator("#num_steps")).to_be_focused()
+    expect(page.locator("#model")).to_contain_text("64×64, 96×64 px")
+    expect(page.locator("#facts")).to_contain_text("b" * 64)
+    expect(page.locator("#num_steps-hint")).to_have_text("1 to 20")
+    expect(page.locator("#negative_prompt")).to_have_count(0)
+    expect(page.locator("#given")).to_be_visible()
+    page.click("#generate")
+    drawn(page, count=2)
+    with page.expect_request("**/generate") as request:
+        page.click("#generate")
+    body = request.value.post_data_json
+    assert base64.b64decode(body["image"]) == picture(tmp_path).read_bytes()
+    expected = {"prompt": PROMPT, "num_steps": 9, "strength": 0.25, "seed": 4, "width": 64}
+    assert {name: body[name] for name in expected} == expected
+    assert [request.rpartition("/")[2] for request in seen.requests].count("about") == 2
+    assert not seen.errors
+
+
+def test_a_refusal_by_an_export_that_the_page_does_not_know(page):
+    page.route("**/about", altered_about(schedulers={"ddim": 20}, export="b" * 64))
+    answer(page, status=422, json={"error": "num_steps is at most 20. Received: 30"})
+    draw(page, num_steps=30)
+    expect(page.locator("#num_steps-hint")).to_have_text("1 to 20")
+    expect(page.locator("#num_steps-error")).to_have_text("num_steps is at most 20. Received: 30")
+
+
+def test_fields_of_several_nets(page, tmp_path):
+    """They stand together; a refusal is shown at the right one; a list has a place for each net."""
+    scene = picture(tmp_path)
+    numbers = {"least": 0, "most": 2, "default": 1, "per_model": True}
+    fields = [
+        *(field(f"control_image-{n}", per_model=True) for n in (1, 2)),
+        *(
+            field(f"control_scale-{n}", "number", goes_with=f"control_image-{n}", **numbers)
+            for n in (1, 2)
+        ),
+        field("image_prompt", per_model=True, is_prompt=True),
+    ]
+
+    def more(route):
+        about = route.fetch().json()
+        route.fulfill(json={**about, "fields": [*about["fields"], *fields]})
+
+    page.route("**/about", more)
+    page.reload()
+    group = page.locator("#fields > .pair").filter(has=page.locator("#control_image-1"))
+    for name, count in (("control_image-2", 1), ("control_scale-2", 1), ("image_prompt", 0)):
+        expect(group.locator(f"#{name}")).to_have_count(count)
+    first = page.locator("#fields > .pair").filter(has=page.locator("#image"))
+    expect(first.locator("#strength")).to_have_count(1)
+    expect(first.locator("#image_prompt")).to_have_count(0)
+
+    page.set_input_files("#control_image-1", scene)
+    for text, at in (
+        ("image_prompt: A picture that is a prompt is at most 50 times as wide.", "image_prompt"),
+        ("control_image: this is no picture", "control_image-1"),
+        ("control_scale is one for all, as image_prompt is", "control_scale-1"),
+    ):
+        answer(page, status=422, json={"error": text})
+        draw(page)
+        expect(page.locator(f"#{at}-error")).to_have_text(text)
+        expect(page.locator("#form p.error:not(:empty)")).to_have_count(1)
+        expect(page.locator("#form-notice")).to_be_hidden()
+    page.set_input_files("#control_image-2", scene)
+    answer(page, status=422, json={"error": "control_image: this is no picture"})
+    draw(page)
+    expect(page.locator("#control_image-2-error")).to_have_text("control_image: this is no picture")
+    expect(page.locator("#control_image-1-error")).to_have_text("control_image: this is no picture")
+
+    page.set_input_files("#control_image-2", [])
+    stream(page, *made(control_scale=[0.5, 1.0]))
+    draw(page)
+    drawn(page)
+    command = copied_command(page)
+    assert '"control_image":[null,null]' in command
+    assert "'control_image-1' 'a scene.png'" in command and "control_image-2" not in command
+    page.locator("#cards").get_by_text("Use again").click()
+    expect(page.locator("#control_scale-1")).to_have_value("0.5")
+    expect(page.locator("#control_image-1-seen")).to_be_visible()
+
+
+def test_nets_of_one_name_are_told_apart(served):
+    nets = (ControlRecord("canny", False), ControlRecord("depth", False))
+    manifest = dataclasses.replace(Manifest.read(served.export_dir), controls=(*nets, nets[0]))
+    labels = {one["name"]: one["label"] for one in form_fields(manifest, {}, 4)}
+    assert [labels[f"control_image-{number}"] for number in (1, 2, 3)] == [
+        "Control picture: canny (1)",
+        "Control picture: depth",
+        "Control picture: canny (3)",
+    ]
+
+
+def test_what_was_cleared_is_gone_although_another_picture_comes_at_once(page):
+    expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
+    page.evaluate(
+        """async (png) => {
+          const gallery = await import("./static/gallery.js");
+          const words = { line: "", facts: [] };
+          const picture = (prompt) => ({ png: new Blob([png]), parameters: { prompt }, words });
+          gallery.add(picture("first"));
+          document.getElementById("clear").click();
+          gallery.add(picture("second"));
+        }""",
+        PIXEL,
+    )
+    page.wait_for_function(
+        """async () => {
+          const stored = await (await import("./static/store.js")).load();
+          return stored.length === 1 && stored[0].parameters.prompt === "second";
+        }"""
+    )
 
 
 # Safety

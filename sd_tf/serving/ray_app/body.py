@@ -230,12 +230,16 @@ def _of_models(field: dict[str, Any], names: Sequence[str]) -> list[dict[str, An
     def numbered(name: str | None, number: int) -> str | None:
         return None if name is None else f"{name}-{number}"
 
+    def label(model: str, number: int) -> str:
+        place = f" ({number})" if names.count(model) > 1 else ""
+        return f"{field['label']}: {model}{place}"
+
     return [
         {
             **field,
             "name": numbered(field["name"], number),
             "goes_with": numbered(field["goes_with"], number),
-            "label": f"{field['label']}: {model}",
+            "label": label(model, number),
         }
         for number, model in enumerate(names, start=1)
     ]

@@ -29,10 +29,11 @@ const ENCODE = [
   "print(json.dumps(body))",
 ].join("; ");
 
-// Returns the command line; `files` are the names of the pictures that were sent, by field.
+// Returns the command line; `files` are the names of the pictures that were sent, by field. Of a list
+// they have every field, since the list has a place for it.
 export function curl({ files = {}, ...parameters }) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null);
-  const all = { ...Object.fromEntries(given), ...lists.empty(Object.keys(files), parameters) };
+  const all = { ...Object.fromEntries(given), ...lists.empty(Object.keys(files)) };
   const body = quoted(JSON.stringify(all));
   const address = new URL("generate", document.baseURI).href;
   const of = ([name, paths]) => [paths].flat().flatMap((path) => [name, path]);

@@ -1,6 +1,7 @@
 // The form's fields, built from the server's description of a request.
 
 import { element } from "./dom.js";
+import { listOf } from "./lists.js";
 import * as mixture from "./mixture.js";
 
 const CONTROLS = {
@@ -21,16 +22,16 @@ export const isFile = (field) => field.kind === "picture" || field.kind === "mas
 export const isSelect = ({ kind, named }) => kind === "choice" || kind === "size" || Boolean(named);
 export const isTick = (field) => field.kind === "switch";
 export const isNumber = (field) => ["number", "whole number", "seed"].includes(field.kind);
+const steers = (field) => isFile(field) && field.per_model; // beside the picture to start from
 const goesWithFile = (field) => isFile(field) || field.goes_with !== null;
-const STEERING = ["control_image", "image_prompt"]; // pictures beside the one to start from
-const steering = ({ name, goes_with: other }) =>
-  STEERING.find((start) => [name, other].some((one) => one?.startsWith(start)));
 
 // Order: pictures and the fields that go with them, those of ControlNets, those of IP-Adapters,
 // texts, the size and the other small fields, adapters, the seed last.
 export function build(fields) {
-  const groups = STEERING.map((start) => fields.filter((field) => steering(field) === start));
-  const pictures = fields.filter((field) => goesWithFile(field) && !steering(field));
+  const steering = new Set(fields.filter(steers).map(({ name }) => listOf(name)));
+  const group = ({ name, goes_with: other }) => listOf(other ?? name);
+  const groups = [...steering].map((list) => fields.filter((field) => group(field) === list));
+  const pictures = fields.filter((field) => goesWithFile(field) && !steering.has(group(field)));
   const others = fields.filter((field) => !goesWithFile(field));
   const texts = others.filter((field) => field.kind === "text");
   const seeds = others.filter((field) => field.kind === "seed");
@@ -148,7 +149,7 @@ function fileInput(field) {
 function shownFileInput(field) {
   const seen = element("img", {
     alt: field.is_prompt ? "What is looked at" : "What is followed",
-    class: field.is_prompt ? "square" : "hint",
+    class: field.is_prompt ? "square" : "opaque",
   });
   const place = element("div", { class: "seen", id: `${field.name}-seen`, hidden: "" }, seen);
   return element("div", { class: "shown" }, fileInput(field), place);

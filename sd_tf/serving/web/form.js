@@ -3,7 +3,7 @@
 
 import { byId, element } from "./dom.js";
 import { build, isFile, isNumber, isSelect, isTick, sentence } from "./fields.js";
-import { gathered, has, spread } from "./lists.js";
+import { gathered, has, listOf, spread } from "./lists.js";
 import * as files from "./files.js";
 import * as mixture from "./mixture.js";
 
@@ -17,8 +17,14 @@ const RANDOM_SEEDS = 2 ** 31;
 
 let server = null;
 let fields = []; // the server's; the prompt's is on the page from the start
+let lastSeed = null; // of the last run
 
+// Builds the form; what an earlier one has stays, where the server still has a field for it.
 export function setUp(about) {
+  const isFirst = server === null;
+  const before = isFirst ? kept() : written();
+  const pictures = files.held();
+  const { id: focused } = document.activeElement;
   server = about;
   fields = about.fields.map((field) =>
     field.name === "prompt" ? { ...field, ...PROMPTS[about.use_of_picture] } : field,
@@ -27,22 +33,28 @@ export function setUp(about) {
   byId("prompt-label").textContent = prompt.label;
   byId("prompt").placeholder = sentence(prompt.help);
   byId("fields").replaceChildren(...build(others));
-  files.setUp(fields.filter(isFile).map((field) => field.name), clearErrors);
+  files.setUp(fields.filter(isFile).map((field) => field.name), clearErrors, pictures);
   showExamples(about.examples);
   const defaults = values().map((field) => [field.name, field.default]);
   const entered = byId("prompt").value === "" ? {} : { prompt: byId("prompt").value };
-  fill({ ...Object.fromEntries(defaults), live: byId("live").checked, ...kept(), ...entered });
-  listen();
+  fill({ ...Object.fromEntries(defaults), live: byId("live").checked, ...before, ...entered });
+  listenToFields();
+  if (isFirst) listenToForm();
+  byId(focused)?.focus({ preventScroll: true });
 }
 
 const values = () => fields.filter((field) => !isFile(field));
 
-function listen() {
-  mixture.listen(); // before the form's own listener, which keeps what it writes
+// The fields' own listeners come before the form's, which keeps what they write.
+function listenToForm() {
   byId("form").addEventListener("input", (event) => {
     clearErrors(event.target.name);
     keep();
   });
+}
+
+function listenToFields() {
+  mixture.listen();
   byId("scheduler").addEventListener("change", showMostSteps);
   byId("random").addEventListener("change", showSeed);
   byId("size")?.addEventListener("change", showShape);
@@ -76,10 +88,9 @@ function showSeed() {
   const seed = byId("seed");
   const isRandom = byId("random").checked;
   if (isRandom) seed.value = "";
-  else if (seed.value === "") seed.value = seed.dataset.last ?? anySeed();
+  else if (seed.value === "") seed.value = lastSeed ?? anySeed();
   seed.disabled = isRandom;
-  const { last } = seed.dataset;
-  seed.placeholder = last === undefined ? "a new one every time" : `last: ${last}`;
+  seed.placeholder = lastSeed === null ? "a new one every time" : `last: ${lastSeed}`;
 }
 
 function anySeed() {
@@ -87,7 +98,7 @@ function anySeed() {
 }
 
 export function rememberSeed(seed) {
-  byId("seed").dataset.last = seed;
+  lastSeed = seed;
   showSeed();
 }
 
@@ -210,11 +221,16 @@ export function showProblems(found) {
   if (first !== undefined) byId(first.name).focus();
 }
 
-// Shows a refusal by the server, at the field that it names if it names one.
+// Shows a refusal by the server at the field that it names first; if that is a list, at each field
+// whose value was in it.
 export function showRefusal(text) {
-  const named = fields.find(({ name }) => new RegExp(`\\b${name}\\b`).test(text));
-  showProblems(named === undefined ? {} : { [named.name]: text });
-  if (named !== undefined) return;
+  const place = ({ name }) => text.search(new RegExp(`\\b${listOf(name)}\\b`));
+  const first = Math.min(...fields.map(place).filter((index) => index >= 0));
+  const named = fields.filter((field) => place(field) === first);
+  const given = named.filter((field) => files.isChosen(isFile(field) ? field.name : field.goes_with));
+  const shown = given.length > 0 ? given : named;
+  showProblems(Object.fromEntries(shown.map(({ name }) => [name, text])));
+  if (shown.length > 0) return;
   byId("form-notice").hidden = false;
   byId("form-notice").textContent = text;
 }
@@ -257,14 +273,19 @@ export function described(parameters) {
 
 // Filling
 
-// Fills in a picture's parameters; texts that it does not have are emptied.
+// Fills in a picture's parameters; texts that it does not have are emptied, and so are files, which
+// only a person can choose again.
 export function useAgain(parameters) {
   const texts = values().filter(({ kind }) => kind === "text");
   const empty = Object.fromEntries(texts.map(({ name }) => [name, ""]));
   const size = `${parameters.height}x${parameters.width}`;
   const adapters = mixture.text(parameters.adapters ?? {});
   fill({ ...empty, ...spread(parameters, fields), size, adapters, count: 1 });
+  const missing = Object.entries(files.keepOnly(parameters.files ?? {}));
+  showProblems(Object.fromEntries(missing.map(([name, of]) => [name, again(of)])));
 }
+
+const again = (names) => `Choose ${names.join(", ")} again.`;
 
 function fill(given) {
   for (const field of values().filter(({ name }) => name in given)) {
@@ -287,14 +308,19 @@ function fill(given) {
   keep();
 }
 
-function keep() {
+// Returns what is in the form, without files.
+function written() {
   const ticked = TICKS.map((name) => [name, byId(name).checked]);
-  const written = values().map((field) => {
+  const entered = values().map((field) => {
     const control = byId(field.name);
     return [field.name, isTick(field) ? control.checked : control.value];
   });
+  return Object.fromEntries([...ticked, ...entered]);
+}
+
+function keep() {
   try {
-    sessionStorage.setItem(KEPT, JSON.stringify(Object.fromEntries([...ticked, ...written])));
+    sessionStorage.setItem(KEPT, JSON.stringify(written()));
   } catch {
     // Without storage the form is empty after a reload, which does no harm.
   }

@@ -35,6 +35,7 @@ export function add(picture) {
 
 function entry({ png, parameters, words }, id) {
   const url = URL.createObjectURL(png);
+  // `stored` ends when all is done that was to be done with the record, one thing after the other.
   const made = { id, png, parameters, words, url, stored: Promise.resolve() };
   made.card = element(
     "li",
@@ -138,7 +139,7 @@ function copiedBySelection(text) {
 
 // Clearing
 
-async function clear() {
+function clear() {
   cleared.forEach(({ url }) => URL.revokeObjectURL(url));
   cleared = entries;
   entries = [];
@@ -146,8 +147,13 @@ async function clear() {
   showCount();
   announce("The gallery was cleared.");
   byId("undo").focus();
-  await Promise.all(cleared.map((made) => made.stored));
-  await store.remove(cleared.map((made) => made.id).filter((id) => id !== null));
+  for (const made of cleared) made.stored = made.stored.then(() => forget(made));
+}
+
+async function forget(made) {
+  const { id } = made;
+  made.id = null;
+  if (id !== null) await store.remove([id]);
 }
 
 function undo() {

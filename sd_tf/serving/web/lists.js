@@ -1,12 +1,13 @@
 // Parameters with a value for each of several models: a field for each value, and one list in a request.
 
 const MANY = /^(.+)-(\d+)$/; // the name of such a field: the list's, and the place in it
-// The list of numbers that goes with a list of pictures: as long, and among a picture's parameters.
-const NUMBERS = { control_image: "control_scale", image_prompt: "image_prompt_scale" };
+
+// Returns the name of the list that a field's value is put into, or the field's own.
+export const listOf = (name) => MANY.exec(name)?.[1] ?? name;
 
 // Whether a request gives a value, or one of a list's.
 export const has = (request, name) =>
-  Object.keys(request).some((given) => given === name || MANY.exec(given)?.[1] === name);
+  Object.keys(request).some((given) => given === name || listOf(given) === name);
 
 // Returns a request with the values of each list put together; null where a model has none.
 export function gathered(request, fields) {
@@ -32,8 +33,12 @@ export function spread(parameters, fields) {
 }
 
 // Returns the lists that hold nothing yet, for the files of these fields.
-export function empty(names, parameters) {
-  const lists = names.map((name) => MANY.exec(name)?.[1]).filter((list) => list !== undefined);
-  const length = (list) => parameters[NUMBERS[list]].length;
-  return Object.fromEntries(lists.map((list) => [list, Array(length(list)).fill(null)]));
+export function empty(names) {
+  const lists = {};
+  for (const name of names) {
+    const [, list, place] = MANY.exec(name) ?? [];
+    if (list === undefined) continue;
+    lists[list] = Array(Math.max(place, lists[list]?.length ?? 0)).fill(null);
+  }
+  return lists;
 }

@@ -48,12 +48,13 @@ function write(name) {
   byId(name).value = text(Object.fromEntries(given.map(([of, input]) => [of, input.value])));
 }
 
-// Shows the fields' values in their sliders and numbers.
+// Shows the fields' values in their sliders and numbers, and drops names that they have none for.
 export function show() {
   for (const part of document.querySelectorAll("[data-mixture] [data-of]")) {
     const given = numbers(byId(part.parentElement.dataset.mixture).value) ?? {};
     for (const input of part.querySelectorAll("input")) input.value = given[part.dataset.of] ?? 0;
   }
+  for (const part of document.querySelectorAll("[data-mixture]")) write(part.dataset.mixture);
 }
 
 export const text = (numbers) =>

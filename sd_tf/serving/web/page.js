@@ -24,7 +24,7 @@ const FAMILIES = {
 
 let isReady = false;
 let isReading = false; // whether the form and its files are being read
-let sent = {}; // names of the files that went with the run
+let digest = null; // of the export that the page shows
 let running = null; // the AbortController of the run that is going on
 
 // Starting
@@ -44,24 +44,38 @@ async function connect() {
     notice.show(sentence(error), { again: connect });
     return;
   }
-  showModel(about);
-  form.setUp(about);
+  setUp(about);
+  const [[height, width]] = about.sizes;
+  showShape(height, width);
   isReady = true;
   byId("generate").setAttribute("aria-disabled", "false");
 }
 
-function showModel({ family, sizes, checkpoint, export: digest }) {
+function setUp(about) {
+  digest = about.export;
+  showModel(about);
+  form.setUp(about);
+}
+
+// Sets up again if the server has taken up another export, and tells whether it has. Without an answer
+// all stays as it is.
+async function refresh() {
+  const about = await api.about().catch(() => null);
+  if (about === null || about.export === digest) return false;
+  setUp(about);
+  return true;
+}
+
+function showModel({ family, sizes, checkpoint }) {
   const name = FAMILIES[family] ?? family;
   const shown = sizes.map(([height, width]) => `${width}×${height}`).join(", ");
   byId("model").textContent = `${name} · ${shown} px`;
-  const [[height, width]] = sizes;
-  showShape(height, width);
   const parts = Object.values(checkpoint);
   const named = [...new Set(parts.map(checkpointName))].join(", ");
   const sha256 = Object.fromEntries(
     Object.entries(checkpoint).map(([component, part]) => [component, part.sha256]),
   );
-  const values = Object.entries({ family, checkpoint: named, sha256, export: digest ?? null });
+  const values = Object.entries({ family, checkpoint: named, sha256, export: digest });
   byId("facts").replaceChildren(
     ...facts(
       values.map(([key, value]) => [
@@ -87,15 +101,16 @@ function showShape(height, width) {
 async function submit() {
   if (!isReady || isReading || running !== null) return;
   isReading = true;
-  sent = fileNames();
+  const files = fileNames();
   const request = await form.read();
   isReading = false;
   const problems = form.problems(request);
   form.showProblems(problems);
-  if (Object.keys(problems).length === 0) run(form.composed(request));
+  if (Object.keys(problems).length === 0) run(form.composed(request), files);
 }
 
-async function run(request) {
+// Sends a request; `files` has the names of its pictures.
+async function run(request, files) {
   running = new AbortController();
   notice.hide();
   byId("generate").setAttribute("aria-disabled", "true");
@@ -103,24 +118,26 @@ async function run(request) {
   stage.start(request.count);
   byId("stage").scrollIntoView({ block: "nearest" });
   try {
-    for await (const [name, data] of api.generate(request, running.signal)) show(name, data);
+    const events = api.generate(request, running.signal);
+    for await (const [name, data] of events) show(name, data, files);
   } catch (error) {
-    ended(error, request);
+    ended(error, () => run(request, files));
   } finally {
     running = null;
     byId("generate").setAttribute("aria-disabled", "false");
   }
 }
 
-function show(name, data) {
+function show(name, data, files) {
   if (name === "accepted") {
     stage.accepted(data.images, data.calls);
     form.rememberSeed(data.images[0].seed);
+    if (data.export !== digest) refresh();
   }
   if (name === "progress") stage.progress(data.index, data.done, data.calls);
   if (name === "preview") stage.preview(data.index, data.png);
   if (name === "image") {
-    const parameters = { ...data.parameters, files: sent };
+    const parameters = { ...data.parameters, files };
     const words = form.described(data.parameters);
     stage.finished(data.index, gallery.add({ png: decoded(data.png), parameters, words }));
   }
@@ -132,25 +149,28 @@ function decoded(base64) {
   return new Blob([bytes], { type: "image/png" });
 }
 
-function ended(error, request) {
+// Tells how a run ended that was not done; `again` runs it once more.
+function ended(error, again) {
   if (running.signal.aborted) {
     stage.end("Stopped");
     return;
   }
   if (error.status === NEEDS_KEY) {
     stage.reset();
-    key.ask(() => run(request));
+    key.ask(again);
     return;
   }
   if (BESIDE_THE_FORM.includes(error.status)) {
     stage.reset();
-    form.showRefusal(error.message);
+    const tell = () => form.showRefusal(error.message);
+    tell();
+    refresh().then((isNew) => isNew && tell()); // another export may take other values
     return;
   }
   const wait = error.retryAfter ?? (error.status === BUSY ? BUSY_WAIT : 0);
   if (error.status === BUSY) stage.reset();
   else stage.end("Not finished");
-  notice.show(sentence(error), { wait, again: () => run(request) });
+  notice.show(sentence(error), { wait, again });
 }
 
 function sentence(error) {
