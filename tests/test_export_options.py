@@ -13,10 +13,11 @@ import pytest
 from sd_tf.components.conditions import conditions_of
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES
-from sd_tf.export import ExportOptions, embedded, export
+from sd_tf.export import ExportOptions, embedded, export, verify
 from sd_tf.export.options import check
 from sd_tf.export.replacement import _mend, check_conditions, check_options
 from sd_tf.runtime.adapter_places import AdapterPlaces
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.reuse import ReuseRecord
 from sd_tf.weights import open_checkpoint
@@ -139,6 +140,19 @@ def test_components_of_what_jax_compiled(tmp_path):
     options = ExportOptions(**AS_WRITTEN, components=("decoder",), verify="off")
     with pytest.raises(ExportError, match=r"no SavedModels: it was compiled with JAX, where no co"):
         export(open_checkpoint(micro_folder()), folder, options)
+
+
+def test_what_is_verified_without_guidance_has_no_negative_prompt(monkeypatch):
+    """A call would refuse it."""
+    manifest, drawn = dataclasses.replace(Manifest.read(micro_export()), guidance="none"), []
+
+    def draw(*values, **parameters):
+        drawn.append(Call(*values, **parameters).completed(manifest))
+        return SimpleNamespace(images=None)
+
+    monkeypatch.setattr(verify.Pipeline, "load", lambda folder, jit_compile: draw)
+    (sample,) = verify.drawn(micro_export(), manifest, 1, "generate", "fast")
+    assert drawn[0].negative_prompt == "" and set(sample.inputs["negative_prompt"]) == {""}
 
 
 # Exports that are made on first use

@@ -174,3 +174,10 @@ def test_errors(tmp_path):
         ClipTokenizer.from_folder(tmp_path)
     with pytest.raises(TypeError, match=r"A prompt must be a str\. Received: 3"):
         ClipTokenizer.clip().encode(3)
+
+
+def test_what_cannot_be_written_is_pythons_error(tmp_path):
+    """The library raises a plain Exception."""
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        ClipTokenizer.clip().save(tmp_path)

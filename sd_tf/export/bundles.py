@@ -30,7 +30,7 @@ Rows = Mapping[str, tuple[int, np.ndarray]]  # a variable's name → the first r
 
 @contextlib.contextmanager
 def full_disk_told() -> Iterator[None]:
-    """Raise Python's error of a full disk in place of TensorFlow's."""
+    """Raise Python's error of a full disk in place of TensorFlow's, while it writes."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:

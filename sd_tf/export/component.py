@@ -4,7 +4,6 @@ No more than one copy of the weights is in memory at any time.
 """
 
 import dataclasses
-import errno
 import gc
 import time
 from collections.abc import Callable, Mapping
@@ -157,12 +156,10 @@ def _lowering(part: Component, options: ExportOptions) -> tuple[str, Rewrites]:
 
 def _save(module: tf.Module, path: Path) -> tuple[str, ...]:
     """Save a module's endpoints as a SavedModel; return their names."""
-    try:
-        # Custom gradients add a function for every activation, and loading them costs memory.
-        save_options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    # Custom gradients add a function for every activation, and loading them costs memory.
+    save_options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+    with bundles.full_disk_told():
         tf.saved_model.save(module, str(path), signatures=module.endpoints, options=save_options)
-    except tf.errors.ResourceExhaustedError as error:  # TensorFlow raises it when the disk is full
-        raise OSError(errno.ENOSPC, error.message) from error
     return tuple(sorted(module.endpoints))
 
 

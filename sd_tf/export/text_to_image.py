@@ -1,8 +1,8 @@
 """The pipeline as one SavedModel: prompts in, PNG files out.
 
-The tokenizer runs as TensorFlow's operations, and so does the text encoder, unless the export has it
-compiled. The loop and the decoder are compiled by XLA, and PNG files are encoded outside it, as XLA
-has no strings.
+The tokenizer runs as TensorFlow's operations, and so does the text encoder, unless the export has
+it compiled. The loop and the decoder are compiled by XLA, and PNG files are encoded outside it, as
+XLA has no strings.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from sd_tf.components.geometry import Geometry, takes_weights
 from sd_tf.components.guidance import SKIP_LAST, SKIP_SCALE
 from sd_tf.config import FLOAT16, INT8, PipelineConfig
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.capabilities import WEIGHTED
+from sd_tf.runtime.capabilities import GUIDED, WEIGHTED
 from sd_tf.runtime.controls import SCALES, inputs_of
 from sd_tf.runtime.image_prompts import GIVEN, SHOWN
 from sd_tf.runtime.image_prompts import SCALES as IMAGE_SCALES
@@ -225,12 +225,13 @@ def drawn(
     """Draw with the exported components what their SavedModel from prompts to files has to draw."""
     pipe, samples = Pipeline.load(folder, jit_compile=False), []
     call = Call("").completed(manifest)
+    negative = NEGATIVE_PROMPT if GUIDED.holds(manifest) else ""
     for shape in manifest.shapes.all if level == "full" else [manifest.shapes.first]:
         prompts = [f"{PROMPT}, {i}" for i in range(shape.batch_size)]
         seeds = list(range(shape.batch_size))
         images = pipe(
             prompts,
-            NEGATIVE_PROMPT,
+            negative,
             num_steps=num_steps,
             seed=seeds,
             height=shape.height,
@@ -238,7 +239,7 @@ def drawn(
         ).images
         inputs = {
             "prompt": np.array(prompts),
-            "negative_prompt": np.array([NEGATIVE_PROMPT] * shape.batch_size),
+            "negative_prompt": np.array([negative] * shape.batch_size),
             "num_steps": np.int32(num_steps),
             "unconditional_guidance_scale": np.float32(call.guidance_scale),
             "seed": np.array(seeds, "int32"),

@@ -24,6 +24,7 @@ from tokenizers.models import BPE
 from sd_tf.config import END_TOKEN, START_TOKEN
 from sd_tf.files.objects import read_object
 from sd_tf.tokenizer.added import Piece, Vectors, add_tokens, expanded, vectors_of
+from sd_tf.tokenizer.disk import disk_errors
 from sd_tf.tokenizer.errors import TokenizerError
 from sd_tf.tokenizer.fixed import FixedLengthTokenizer, length_of, object_or_empty, read_backend
 
@@ -126,9 +127,10 @@ class ClipTokenizer(FixedLengthTokenizer):
         """Write the files that diffusers, transformers and `from_folder` read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
-        # vocab.json, merges.txt and added_tokens.json, for older readers
-        self._backend.model.save(str(folder))
+        with disk_errors():
+            self._backend.save(str(folder / "tokenizer.json"))
+            # vocab.json, merges.txt and added_tokens.json, for older readers
+            self._backend.model.save(str(folder))
         in_vocabulary = self._backend.get_vocab(with_added_tokens=False)
         added = {
             token.content: index

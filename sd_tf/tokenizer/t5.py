@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
 
+from sd_tf.tokenizer.disk import disk_errors
 from sd_tf.tokenizer.errors import TokenizerError
 from sd_tf.tokenizer.fixed import FixedLengthTokenizer, length_of, object_or_empty, read_backend
 from sd_tf.tokenizer.spiece import Vocabulary, read_spiece
@@ -82,7 +83,8 @@ class T5Tokenizer(FixedLengthTokenizer):
         """Write the files that diffusers, transformers and `from_folder` read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / "tokenizer.json"))
+        with disk_errors():
+            self._backend.save(str(folder / "tokenizer.json"))
         extra = [token for token in self._backend.get_vocab() if token.startswith("<extra_id_")]
         settings = {
             "pad_token": PAD,
