@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +156,39 @@ def test_components_of_two_exports_are_not_mixed(tmp_path):
         assert str(caught.value) == message
     manifest.write_text(json.dumps(content))
     assert pipe.encode(picture).shape[0] == 2
+
+
+def test_a_tokenizer_that_was_changed(tmp_path):
+    """It still parses, and would divide prompts otherwise."""
+    folder = shutil.copytree(micro_export(), tmp_path / "export")
+    path = folder / "tokenizer" / "merges.txt"
+    first, *lines = path.read_text(encoding="utf-8").splitlines()
+    lines[:2] = lines[1::-1]
+    path.write_text("\n".join([first, *lines, ""]), encoding="utf-8")
+    with pytest.raises(ExportError, match=r"merges.txt of text_encoder is not the file that was e"):
+        Pipeline.load(folder)
+
+
+def test_a_component_that_is_loaded_keeps_no_other_waiting():
+    pipe = Pipeline.load(micro_export(), jit_compile=False)
+    [runner] = pipe._replicas
+    begun, may_end, load = threading.Event(), threading.Event(), runner._load
+
+    def slow(component):
+        begun.set()
+        assert may_end.wait(60)
+        return load(component)
+
+    runner._load = slow
+    with ThreadPoolExecutor(2) as pool:
+        pictures = np.zeros((2, 16, 16, 3), "uint8")
+        encoded = [pool.submit(pipe.encode, pictures) for _ in range(2)]
+        assert begun.wait(60)
+        drawn = pipe("a star", num_steps=1, seed=1).images
+        assert drawn.any() and not any(one.done() for one in encoded)
+        may_end.set()
+        first, second = (one.result() for one in encoded)
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.long
