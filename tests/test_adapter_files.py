@@ -4,6 +4,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.loaders.lora_conversion_utils import _maybe_map_sgm_blocks_to_diffusers
+from peft import LoraConfig
 
 from sd_tf.adapters import AdapterError, open_adapter, read_adapter
 from sd_tf.adapters.spellings import spellings
@@ -101,6 +105,63 @@ def test_metadata_of_diffusers(tmp_path):
     assert multipliers == {TO_Q: 1.5, CONV: 0.25, Q_PROJ: 1}
     assert (adapter.alphas, adapter.ranks) == ((1, 3), (2, 4))
     assert set(adapter.components) == {"unet", "text_encoder"}
+
+
+def test_metadata_without_a_component(tmp_path):
+    """A model of diffusers that saves its own adapter names itself nowhere."""
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 8}
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    unet = UNet2DConditionModel(**sizes, **blocks, attention_head_dim=4)
+    before = {name: value.clone() for name, value in unet.state_dict().items()}
+    layers = {
+        "unet": {
+            name.removesuffix(".weight"): tuple(value.shape)
+            for name, value in before.items()
+            if name.endswith(".weight") and ".attn" in name
+        },
+        "text_encoder": LAYERS["text_encoder"],
+    }
+    chosen = {"target_modules": ["attn2.to_q", "attn1.to_v"], "init_lora_weights": False}
+    patterns = {"alpha_pattern": {"attn1.to_v": 3}, "rank_pattern": {"attn1.to_v": 2}}
+    settings = LoraConfig(r=4, lora_alpha=2, use_rslora=True, **patterns, **chosen)
+    unet.add_adapter(settings)
+    unet.save_lora_adapter(tmp_path)
+    adapter = read_adapter(tmp_path, layers)
+    multipliers = {module[-10:]: c.multiplier for (_, module), c in adapter.changes.items()}
+    assert multipliers == {"attn2.to_q": 2 / 4**0.5, "attn1.to_v": 3 / 2**0.5}
+    unet.fuse_lora()
+    unet.unload_lora()
+    for (_, module), change in adapter.changes.items():
+        found = (unet.get_submodule(module).weight - before[f"{module}.weight"]).detach().numpy()
+        assert np.abs(change.delta() - found).max() < 1e-6 < 1e-2 < np.abs(found).max()
+    unet.add_adapter(LoraConfig(r=2, **{**chosen, "init_lora_weights": "pissa"}))
+    unet.save_lora_adapter(tmp_path / "pissa")
+    with pytest.raises(AdapterError, match=r"not supported: init_lora_weights 'pissa'"):
+        read_adapter(tmp_path / "pissa", layers)
+
+
+def test_metadata_of_what_the_model_lacks(tmp_path):
+    about = {"lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 1})}
+    message = r"its lora_adapter_metadata is of transformer, but this model's components are text_"
+    with pytest.raises(AdapterError, match=message):
+        read_adapter(written(tmp_path, keyed(Q, ONE), about), LAYERS)
+
+
+def test_blocks_under_both_names(tmp_path):
+    """diffusers drops those of the original names, whatever is in them."""
+    ours, original = SPELLED["kohya"][0], SPELLED["kohya-original"][0]
+    doubled = ours | {name: 2 * tensor for name, tensor in original.items()}
+    adapter = read_adapter(written(tmp_path, doubled), LAYERS)
+    alone = read_adapter(written(tmp_path, ours, name="alone.safetensors"), LAYERS)
+    assert adapter.changes.keys() == alone.changes.keys() == {("unet", TO_Q)}
+    place = "unet", TO_Q
+    np.testing.assert_array_equal(adapter.changes[place].delta(), alone.changes[place].delta())
+    kept = _maybe_map_sgm_blocks_to_diffusers(dict(doubled), None)
+    assert kept.keys() == ours.keys()
 
 
 Q = f"unet.{TO_Q}"

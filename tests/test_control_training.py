@@ -15,8 +15,8 @@ from sd_tf.checkpoints import TINY_FOLDER
 from sd_tf.cli.main import main
 from sd_tf.runtime.pictures import to_model
 from sd_tf.runtime.shapes import Shapes
-from sd_tf.training import world
-from sd_tf.training.conditions import tokenize_for
+from sd_tf.training import control, edit, world
+from sd_tf.training.conditions import check_trainable, tokenize_for
 from sd_tf.training.control import ControlBatches, ControlOptions, new_net, prepare
 from sd_tf.training.evaluate import GROUPS
 from sd_tf.training.evaluate_control import (
@@ -31,7 +31,7 @@ from sd_tf.training.settings import Settings, TrainingError
 from sd_tf.training.tiny_control import TINY_CONTROL, Unplaced, train
 from sd_tf.weights import layout, open_checkpoint, open_controlnet
 from tests import micro, peers
-from tests.exports import micro_folder, micro_xl_folder
+from tests.exports import micro_decoder, micro_folder, micro_net, micro_xl_folder
 
 PAIRS = WorldOutlines(8, 16)
 
@@ -139,26 +139,41 @@ def told(pipeline, batch):
     return context, {"added_cond_kwargs": added}
 
 
+@pytest.mark.parametrize("check", [check_trainable, edit.check_family, control.check_family])
+def test_a_checkpoint_is_trained_without_what_was_added(check):
+    """None of it is trained or saved."""
+    added = {"controlnet": [micro_net()], "preview_decoder": micro_decoder()}
+    message = r"open it without controlnet, preview_decoder, and add that to what was trained\."
+    with pytest.raises(TrainingError, match=message):
+        check(open_checkpoint(micro_folder(), **added).config)
+    check(open_checkpoint(micro_folder()).config)
+
+
 # Batches
 
 
-def test_sdxl_is_told_where_a_picture_was_cut():
-    """Original size, corner (top, left), size: what is cut out of the larger picture is there."""
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_sdxl_is_told_where_a_picture_was_cut(flip):
+    """Original size, corner (top, left), size: what is cut out of the larger picture is there.
+
+    diffusers' training of SDXL mirrors pictures first, and then cuts them.
+    """
     config = open_checkpoint(micro_xl_folder()).config
     slope = np.arange(20)[:, None] * 12 + np.arange(20)  # no two pixels in a window are the same
     ramp = Image.fromarray(np.repeat(slope.astype("uint8")[..., None], 3, axis=-1))
     pairs = SimpleNamespace(
         pair=lambda index: Pair(ramp, "a", ramp), order=lambda position, seed: (0, 0)
     )
-    options = ControlOptions(16, resize=20, dropout=0.0)
+    options = ControlOptions(16, resize=20, dropout=0.0, flip=flip)
     batch = ControlBatches(pairs, micro.SETTINGS, options, config, len)(0)
+    whole = np.asarray(ramp)[:, :: -1 if flip else 1]
     assert set(batch["has_text"]) == {1.0}
     corners = batch["time_ids"][:, 2:4].astype(int)
     assert len(np.unique(corners, axis=0)) > 2
     for picture, numbers, (top, left) in zip(
         batch["after"], batch["time_ids"], corners, strict=True
     ):
-        cut = np.asarray(ramp)[top : top + 16, left : left + 16]
+        cut = whole[top : top + 16, left : left + 16]
         np.testing.assert_array_equal(picture, to_model(cut))
         assert numbers[[0, 1, 4, 5]].tolist() == [20, 20, 16, 16]
 

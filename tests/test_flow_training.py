@@ -12,6 +12,7 @@ import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from safetensors.numpy import load_file
 
+from sd_tf.adapters.adapter import DIFFUSERS_FILE
 from sd_tf.checkpoints import DIT_CONFIG, TINY_FOLDER, make_random
 from sd_tf.cli.main import main
 from sd_tf.config import FAMILIES
@@ -22,7 +23,7 @@ from sd_tf.training.conditions import check_trainable, tokenize_for
 from sd_tf.training.data import World
 from sd_tf.training.finetune import FinetuneOptions, prepare
 from sd_tf.training.initial_weights import sinusoids
-from sd_tf.training.lora import FILE, Adapted, Lora
+from sd_tf.training.lora import Adapted, Lora
 from sd_tf.training.losses import Denoising, freeze, recomputed
 from sd_tf.training.painter import Painter
 from sd_tf.training.settings import Averaging, LoraOptions, Settings, TrainingError
@@ -180,7 +181,7 @@ def test_diffusers_loads_the_adapter(small_pipelines, tmp_path):
     draws = np.random.default_rng(1)
     for variable in lora.variables:
         variable.assign(draws.standard_normal(variable.shape, "float32") * 0.1)
-    lora.save(tmp_path / FILE, None, "small", {"transformer": ["ab"]})
+    lora.save(tmp_path / DIFFUSERS_FILE, None, "small", {"transformer": ["ab"]})
     config = checkpoint.config.denoiser
     latents = draws.standard_normal((2, 8, 8, 16), "float32")
     context = draws.standard_normal((2, 9, config.context_dim), "float32")
@@ -190,7 +191,7 @@ def test_diffusers_loads_the_adapter(small_pipelines, tmp_path):
     with branches(lora.branches):
         ours = np.array(model(latents, times, context, pooled))
 
-    pipeline.load_lora_weights(tmp_path, weight_name=FILE)
+    pipeline.load_lora_weights(tmp_path, weight_name=DIFFUSERS_FILE)
     with torch.no_grad():
         theirs = pipeline.transformer(*map(tensor, (latents, context, pooled, times))).sample
     theirs = theirs.permute(0, 2, 3, 1).numpy()
@@ -286,14 +287,14 @@ def test_an_adapter_is_trained(small_pipelines, tmp_path):
     _, folder = small_pipelines("sd3.5")
     flags = ("--checkpoint", folder, "--without", "text_encoder_3", "--lora_rank", 2)
     assert tune(tmp_path, *flags, "--train_text_encoder") == 0
-    tensors = load_file(tmp_path / FILE)
+    tensors = load_file(tmp_path / DIFFUSERS_FILE)
     parts = {name.partition(".")[0] for name in tensors}
     assert parts == {"transformer", "text_encoder", "text_encoder_2"}
     same = {name for name, value in tensors.items() if not value.any()}
     # The last block's texts ask for nothing.
     assert same == {"transformer.transformer_blocks.10.attn.add_q_proj.lora_B.weight"}
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, **NO_T5)
-    pipeline.load_lora_weights(tmp_path, weight_name=FILE)
+    pipeline.load_lora_weights(tmp_path, weight_name=DIFFUSERS_FILE)
     assert set(pipeline.get_list_adapters()) == parts
 
 

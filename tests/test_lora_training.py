@@ -11,10 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from sd_tf.adapters.adapter import DIFFUSERS_FILE
 from sd_tf.checkpoints import make_random
 from sd_tf.cli.main import main
 from sd_tf.models.branches import branches
-from sd_tf.training.lora import FILE, Adapted, Lora
+from sd_tf.training.lora import Adapted, Lora
 from sd_tf.training.losses import Denoising, recomputed
 from sd_tf.training.settings import Averaging, LoraOptions, Settings
 from sd_tf.training.step import compiled_step
@@ -138,7 +139,7 @@ def test_diffusers_loads_the_file(tmp_path):
     models = {name: checkpoint.build(name) for name in ("unet", "text_encoder")}
     lora = Lora(models, LoraOptions(rank=4, alpha=2.0, conv=True), seed=0)
     fill(lora)
-    lora.save(tmp_path / FILE, None, "micro", {"unet": ["ab"]})
+    lora.save(tmp_path / DIFFUSERS_FILE, None, "micro", {"unet": ["ab"]})
     batch = micro.latent_batch(checkpoint.config, size=2)
     plain = models["text_encoder"](batch["tokens"])["context"]
     with branches(lora.branches):
@@ -146,7 +147,7 @@ def test_diffusers_loads_the_file(tmp_path):
         ours = models["unet"](batch["latents"], batch["timesteps"], context)
 
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(micro_folder())
-    pipeline.load_lora_weights(tmp_path, weight_name=FILE)
+    pipeline.load_lora_weights(tmp_path, weight_name=DIFFUSERS_FILE)
     with torch.no_grad():
         theirs_context = pipeline.text_encoder(tensor(batch["tokens"]).long())[0]
         theirs = pipeline.unet(
@@ -159,7 +160,7 @@ def test_diffusers_loads_the_file(tmp_path):
     config = pipeline.unet.peft_config["default_0"]
     assert (config.r, config.lora_alpha) == (4, 2.0)
     assert config.base_model_name_or_path == "micro"
-    with safe_open(tmp_path / FILE, "numpy") as file:
+    with safe_open(tmp_path / DIFFUSERS_FILE, "numpy") as file:
         assert file.metadata()["base_weights"] == '{"unet": ["ab"]}'
 
 
@@ -177,7 +178,7 @@ def test_a_run_holds_the_adapter_alone_and_resumes_exactly(tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert tune(whole, "--sample_every", "8", "--save_dtype", "float16") == 0
     assert (whole / "000008.png").is_file() and not (whole / "checkpoint").exists()
-    tensors = load_file(whole / FILE)
+    tensors = load_file(whole / DIFFUSERS_FILE)
     assert {value.dtype for value in tensors.values()} == {np.dtype("float16")}
     assert np.abs(tensors["unet.mid_block.attentions.0.proj_in.lora_B.weight"]).max() > 0
     last = load_file(states(whole)[-1])
@@ -203,7 +204,7 @@ def test_an_editor_learns_by_an_adapter(tmp_path):
     make_random(config, tmp_path / "editor")
     flags = ["--checkpoint", str(tmp_path / "editor"), "--steps", "2", "--precompute"]
     assert tune(tmp_path / "run", *flags, command="instruct_pix2pix") == 0
-    tensors = load_file(tmp_path / "run" / FILE)
+    tensors = load_file(tmp_path / "run" / DIFFUSERS_FILE)
     assert all(name.startswith("unet.") for name in tensors)
     assert all(value.any() for name, value in tensors.items() if "lora_B" in name)
 

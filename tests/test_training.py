@@ -423,3 +423,5 @@ def test_the_time_of_samples_is_no_training_time(tmp_path, monkeypatch):
         progress.tell(4)
     [line] = (tmp_path / "log.jsonl").read_text().splitlines()
     assert json.loads(line)["examples_per_second"] == 3.0
+    with pytest.raises(RuntimeError, match="closed"):
+        progress.board.write(5, {"loss": 1.0})

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from sd_tf.cli.main import main
 from sd_tf.config import ConfigError, family_of, has_named_sizes
@@ -490,6 +491,27 @@ def test_the_advised_conversion_of_a_component_is_read(folder, variant, shards):
     stored = tensors["text_model.final_layer_norm.bias"]
     np.testing.assert_array_equal(stored.read(), state[name])
     assert len(tensors) == len([name for name in names if not name.endswith(".position_ids")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_rows_are_read_alone(tmp_path, monkeypatch, dtype):
+    whole = torch.arange(60.0).reshape(5, 4, 3).to(dtype)
+    save_torch_file({"before": torch.zeros(7), "fused": whole}, tmp_path / "x.safetensors")
+    fused, counts = open_safetensors(tmp_path / "x.safetensors")["fused"], []
+    read = np.fromfile
+
+    def counted(file, dtype, count, **where):
+        counts.append(count)
+        return read(file, dtype, count, **where)
+
+    monkeypatch.setattr(np, "fromfile", counted)
+    for start, stop in ((0, 2), (2, 5), (3, 3)):
+        part = fused.rows(start, stop)
+        assert part.shape == (stop - start, 4, 3)
+        np.testing.assert_array_equal(part.read(), whole[start:stop].float().numpy())
+    swapped = fused.rows(0, 4).with_halves_swapped().rows(1, 3)
+    np.testing.assert_array_equal(swapped.read(), whole[[3, 0]].float().numpy())
+    assert counts == [24, 36, 0, 48]
 
 
 def test_index_errors(folder, tmp_path):

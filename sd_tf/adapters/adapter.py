@@ -10,9 +10,9 @@ from pathlib import Path
 from sd_tf.adapters.changes import Change, Parts
 from sd_tf.adapters.errors import AdapterError
 from sd_tf.adapters.forms import check_parts, make_change
-from sd_tf.adapters.keys import divided, refusal
-from sd_tf.adapters.peft_settings import PeftSettings, settings_in
-from sd_tf.adapters.spellings import Layers, spellings
+from sd_tf.adapters.keys import divided, refusal, without_doubles
+from sd_tf.adapters.peft_settings import METADATA, UNNAMED, PeftSettings, settings_in
+from sd_tf.adapters.spellings import DENOISERS, Layers, spellings
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import (
     CheckpointError,
@@ -90,6 +90,7 @@ class AdapterFile:
         """
         self._check_kinds()
         if self.peft is None:
+            self._check_settings(layers)
             return self._read(layers)
         found, failures = [], []
         for component in layers:
@@ -115,6 +116,19 @@ class AdapterFile:
                 f"{shortened(refused, MOST_SHOWN)}"
             )
 
+    def _check_settings(self, layers: Layers) -> None:
+        if surplus := self.settings.keys() - {UNNAMED, *layers}:
+            raise AdapterError(
+                f"{self.path}: its {METADATA} is of {shortened(surplus, MOST_SHOWN)}, but this "
+                f"model's components are {', '.join(layers)}."
+            )
+
+    def _settings_of(self, component: str) -> PeftSettings | None:
+        if self.peft is not None:
+            return self.peft
+        alone = self.settings.get(UNNAMED) if component in DENOISERS else None
+        return self.settings.get(component, alone)
+
     def _read(self, layers: Layers) -> Adapter:
         parts, conventions = self._placed(layers)
         changes, alphas, problems = {}, set(), []
@@ -138,7 +152,7 @@ class AdapterFile:
         """Return the tensors by layer and by what they are, and the conventions of their names."""
         index = spellings(layers, is_peft=self.peft is not None)
         parts, keys, conventions, unknown = {}, {}, set(), []
-        for key, tensor in self.tensors.items():
+        for key, tensor in without_doubles(self.tensors).items():
             name, part = divided(key) or (key, None)
             spelled = index.get(name)
             if part is None or spelled is None:
@@ -185,7 +199,7 @@ class AdapterFile:
         parts = {name: tensor for name, tensor in found.items() if name != "alpha"}
         kind = check_parts(parts, shape)
         stored_rank = make_change(kind, parts, shape, 1.0).stored_rank
-        settings = self.peft or self.settings.get(component)
+        settings = self._settings_of(component)
         if settings is not None:
             if "alpha" in found:
                 raise AdapterError(f"there is an alpha, and another in {settings.where}")

@@ -1,6 +1,10 @@
 """The ends of the tensors' names in adapter files: what they are, and what is refused."""
 
 import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # The end of a key → what the tensor is to its layer's change.
 ENDS = {
@@ -36,6 +40,18 @@ REFUSED = {
     r"\.lora_embedding_[AB]$": "LoRA of an embedding (lora_embedding_A, lora_embedding_B)",
     r"\.(set_weight|reshape_weight)$": "replaced or reshaped weights (set_weight, reshape_weight)",
 }
+# In kohya's names of a UNet's layers: blocks by their original names, and by diffusers'.
+ORIGINAL_BLOCKS = re.compile(r"^lora_unet_(input_blocks|middle_block|output_blocks)_")
+BLOCKS = re.compile(r"^lora_unet_(down_blocks|mid_block|up_blocks)_")
+
+
+def without_doubles(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Leave out blocks by their original names if the file has diffusers' names, as diffusers does.
+
+    Some trainers wrote the same layers under both.
+    """
+    has_both = any(map(BLOCKS.match, tensors))
+    return {k: v for k, v in tensors.items() if not (has_both and ORIGINAL_BLOCKS.match(k))}
 
 
 def divided(key: str) -> tuple[str, str] | None:

@@ -10,9 +10,10 @@ from typing import Any
 from sd_tf.adapters.errors import AdapterError
 from sd_tf.adapters.spellings import module_names
 
-METADATA = (
-    "lora_adapter_metadata"  # diffusers: one JSON object, keys "unet.r", "unet.lora_alpha", …
-)
+# diffusers' one JSON object with the keys "unet.r", "unet.lora_alpha", …, or, where one model saved
+# its own adapter, "r", "lora_alpha", …
+METADATA = "lora_adapter_metadata"
+UNNAMED = ""  # the component whose keys have no prefix, as its tensors' names have none
 ALPHA = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}  # kind → the setting's name
 # Initial values that leave the model's weights as they are. Others (pissa, olora, …) change them.
 INITIAL = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -90,7 +91,10 @@ class PeftSettings:
 
 
 def settings_in(metadata: Mapping[str, str], where: str) -> dict[str, PeftSettings]:
-    """Return the settings in a file's metadata, by component; none if it has none."""
+    """Return the settings in a file's metadata, by component; none if it has none.
+
+    Settings without a component, those of the denoiser, are called `UNNAMED`.
+    """
     if METADATA not in metadata:
         return {}
     where = f"{where}, {METADATA}"
@@ -102,9 +106,9 @@ def settings_in(metadata: Mapping[str, str], where: str) -> dict[str, PeftSettin
         raise AdapterError(f"{where} must be a JSON object. Received: {type(content).__name__}")
     by_component: dict[str, dict[str, Any]] = {}
     for name, value in content.items():
-        component, _, setting = name.partition(".")
+        component, _, setting = name.rpartition(".")
         by_component.setdefault(component, {})[setting] = value
     return {
-        component: PeftSettings(settings, f"{where}, {component}")
+        component: PeftSettings(settings, f"{where}, {component}" if component else where)
         for component, settings in by_component.items()
     }

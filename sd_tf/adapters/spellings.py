@@ -18,6 +18,7 @@ The component is "unet", "transformer" or a text encoder; a module is, for examp
 "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q".
 """
 
+DENOISERS = ("unet", "transformer")
 KOHYA = {  # component → the prefixes of its layers
     "unet": ("lora_unet_",),
     "transformer": ("lora_unet_", "lora_transformer_"),
@@ -104,7 +105,7 @@ def module_names(module: str) -> tuple[str, ...]:
 
 def _dotted(component: str, module: str) -> Iterator[tuple[str, str]]:
     is_unet = component == "unet"
-    is_denoiser = component in ("unet", "transformer")
+    is_denoiser = component in DENOISERS
     for name in module_names(module):
         yield f"{component}.{name}", "diffusers"
         if is_denoiser:

@@ -16,8 +16,23 @@ SIZES = "sizes.npy"
 Tokenize = Callable[[Sequence[str]], np.ndarray]
 
 
+def check_nothing_added(config: PipelineConfig) -> None:
+    """Raise if a checkpoint was opened with what is neither trained nor saved with it."""
+    added = {
+        "controlnet": config.controlnets,
+        "ip_adapter": config.image_prompts,
+        **dict.fromkeys(config.small_decoders, True),
+    }
+    if names := [name for name, part in added.items() if part]:
+        raise TrainingError(
+            f"A checkpoint is trained without what can be added to it: open it without "
+            f"{', '.join(names)}, and add that to what was trained."
+        )
+
+
 def check_trainable(config: PipelineConfig) -> None:
     """Raise unless text-to-image training knows all that the denoiser takes."""
+    check_nothing_added(config)
     denoiser = config.denoiser
     is_known = denoiser.conditioner != "flux" and denoiser.num_time_ids in (0, 6)
     if config.latent_inputs != "none" or denoiser.is_told_guidance or not is_known:

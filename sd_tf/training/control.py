@@ -10,7 +10,7 @@ from sd_tf.config import ControlNetConfig, PipelineConfig, family_of
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.runtime.pictures import contact_sheet, square
 from sd_tf.training.batches import Batch, check_run
-from sd_tf.training.conditions import tokenize_for
+from sd_tf.training.conditions import check_nothing_added, tokenize_for
 from sd_tf.training.edit import EditBatches, check_cuts
 from sd_tf.training.hosts import this_host
 from sd_tf.training.initial_weights import initialize
@@ -65,18 +65,23 @@ class ControlBatches(EditBatches):
             return without, {"has_text": 1.0 - without.astype("float32")}
         return without, {}
 
-    def told(self, places: np.ndarray, resize: int) -> Batch:
-        """Return SDXL's numbers: the size of the pictures, where they were cut, and to what."""
+    def told(self, places: np.ndarray, flips: np.ndarray, resize: int) -> Batch:
+        """Return SDXL's numbers: the size of the pictures, where they were cut, and to what.
+
+        The place is that in the mirrored picture, if it was mirrored.
+        """
         if not self.config.denoiser.num_time_ids:
             return {}
         size = self.options.size
-        corners = np.round(places[:, ::-1] * (resize - size))  # top, left
+        left, top = np.round(places * (resize - size)).T
+        corners = np.stack([top, np.where(flips, resize - size - left, left)], axis=1)
         parts = [np.full_like(corners, resize), corners, np.full_like(corners, size)]
         return {"time_ids": np.concatenate(parts, axis=1).astype("float32")}
 
 
 def check_family(config: PipelineConfig) -> None:
     """Refuse checkpoints for which no ControlNet is trained."""
+    check_nothing_added(config)
     denoiser, family = config.denoiser, family_of(config)
     is_base = denoiser.conditioner == "clip" and denoiser.num_time_ids in (0, 6)
     if not is_base or denoiser.is_told_guidance:

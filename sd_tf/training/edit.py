@@ -21,6 +21,7 @@ from sd_tf.training.batches import (
     part_of_batch,
     spread_timesteps,
 )
+from sd_tf.training.conditions import check_nothing_added
 from sd_tf.training.hosts import ALONE, by_itself, this_host
 from sd_tf.training.latents import posteriors, write_parts
 from sd_tf.training.lora import adapt, recorded
@@ -161,11 +162,11 @@ class EditBatches(Batches):
             "before": pictures("before"),
             "after": pictures("after"),
             "tokens": self.tokenize(texts),
-            **self.told(places, resize),
+            **self.told(places, flips, resize),
         }
 
-    def told(self, places: np.ndarray, resize: int) -> Batch:
-        """Return what the denoiser is told besides of pictures scaled and cut at `places`."""
+    def told(self, places: np.ndarray, flips: np.ndarray, resize: int) -> Batch:
+        """Return what the denoiser is told of pictures scaled, cut at `places` and mirrored."""
         return {}
 
 
@@ -326,6 +327,7 @@ def train(
 
 def check_family(config: PipelineConfig) -> None:
     """Refuse checkpoints that training from pairs does not know."""
+    check_nothing_added(config)
     denoiser = config.denoiser
     if denoiser.conditioner != "clip" or denoiser.num_time_ids or denoiser.is_told_guidance:
         raise TrainingError(

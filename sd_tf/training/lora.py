@@ -13,6 +13,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from sd_tf.adapters.peft_settings import METADATA
 from sd_tf.files import atomic
 from sd_tf.files.tensors import save_safetensors
 from sd_tf.models.branches import Branch, Branches, branches
@@ -20,9 +21,6 @@ from sd_tf.models.layers import Block
 from sd_tf.training.origin import Record
 from sd_tf.training.settings import LoraOptions
 from sd_tf.weights import layout
-
-FILE = "pytorch_lora_weights.safetensors"
-METADATA = "lora_adapter_metadata"
 
 
 class Lora:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import keras
 
+from sd_tf.adapters.adapter import DIFFUSERS_FILE
 from sd_tf.config import PipelineConfig
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.tokenizer.clip import ClipTokenizer
-from sd_tf.training import inversion, lora
+from sd_tf.training import inversion
 from sd_tf.training.batches import Batch
 from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.hosts import this_host
@@ -65,7 +66,7 @@ class TrainingTask:
     @property
     def _name(self) -> str:
         if self.lora is not None:
-            return lora.FILE
+            return DIFFUSERS_FILE
         if self.net is not None:
             return self.net.control.component
         return "checkpoint" if self.inversion is None else inversion.FILE

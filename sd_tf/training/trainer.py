@@ -212,6 +212,7 @@ class Progress:
     def __exit__(self, *_):
         if self.is_told:
             self.log.close()
+            self.board.close()
 
     def add(self, figures: dict) -> None:
         self.seen.append(figures)
@@ -257,3 +258,6 @@ class Board:
             for name, value in figures.items():
                 self.scalar(name, value)
         self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
