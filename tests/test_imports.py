@@ -40,8 +40,8 @@ ALLOWED = {
     },
     "serving": {"config", "files", "runtime", "tokenizer"},
     "training": {
-        *("checkpoints", "components", "config", "files", "jax", "models", "runtime", "sampling"),
-        *("tokenizer", "weights"),
+        *("adapters", "checkpoints", "components", "config", "files", "jax", "models", "runtime"),
+        *("sampling", "tokenizer", "weights"),
     },
     "bench": {
         *("checkpoints", "components", "config", "files", "models", "runtime", "sampling"),

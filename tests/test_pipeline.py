@@ -330,6 +330,8 @@ def test_generate_and_repeat(load_once, exported, tmp_path, capsys):
     prompts = ["a cat", "a dog"]
     flags = ["--num_steps", "3", "--seed", "7", "--scheduler", "euler", "--guidance_scale", "0"]
     assert main(["generate", *prompts, *export, *flags, "--out", str(tmp_path / "one")]) == 0
+    warning = "Warning: a guidance_scale of 0: 0 draws the negative prompt alone, 1 the prompt alone"
+    assert capsys.readouterr().err.count(warning) == 1
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["7.png", "8.png", "contact_sheet.png"]
     parameters, needed = read_parameters(str(tmp_path / "one/8.png"))
@@ -357,8 +359,9 @@ def test_generate_and_repeat(load_once, exported, tmp_path, capsys):
     assert (tmp_path / "two/8-1.png").is_file(), "nothing is overwritten"
 
     image = ["--image", str(tmp_path / "one/7.png"), "--out", str(tmp_path / "three")]
-    assert main(["generate", "a fox", *export, *image, "--num_steps", "4", "--seed", "1"]) == 0
     capsys.readouterr()
+    assert main(["generate", "a fox", *export, *image, "--num_steps", "4", "--seed", "1"]) == 0
+    assert "Warning" not in capsys.readouterr().err
     assert main(["generate", "--from_png", str(tmp_path / "three/1.png"), *export]) == 1
     assert "was made with image; to repeat it, give --image again" in capsys.readouterr().err
 
