@@ -191,15 +191,22 @@ def test_generate(load_once, pipe, tmp_path, capsys):
     expected = pipe(PROMPT, control_image=[LINES, None], control_scale=0.7, **CALL).images[0]
     assert psnr(made, expected, peak=255) >= 50
     parameters, pictures = read_parameters(tmp_path / "3.png")
-    assert parameters["control_scale"] == [0.7, 1.0] and pictures == ["control_image"]
+    assert parameters["control_scale"] == [0.7, None] and pictures == {"control_image": [1, None]}
     one = ["--control_image", str(tmp_path / "lines.png"), "--control_scale", "0.7"]
     assert main([*command, *one, "--out", str(tmp_path / "one")]) == 0  # for both nets
     made = np.asarray(Image.open(tmp_path / "one" / "3.png"))
     expected = pipe(PROMPT, control_image=LINES, control_scale=0.7, **CALL).images[0]
     assert psnr(made, expected, peak=255) >= 50
     capsys.readouterr()
-    assert main([*command, "--from_png", str(tmp_path / "3.png")]) == 1
-    assert "give --control_image again" in capsys.readouterr().err
+    repeat = ["generate", "--from_png", str(tmp_path / "3.png"), *command[2:-2]]
+    for other in ([], flags[:2], ["--control_image=", *flags[:2]], ["--control_image="]):
+        assert main([*repeat, *other]) == 1
+        said = capsys.readouterr().err
+        assert "give --control_image FILE --control_image= again." in said
+    assert main([*repeat, *flags, "--out", str(tmp_path / "again")]) == 0
+    again = np.asarray(Image.open(tmp_path / "again" / "3.png"))
+    np.testing.assert_array_equal(again, np.asarray(Image.open(tmp_path / "3.png")))
+    capsys.readouterr()
     assert main([*command, "--control_scale", "1"]) == 1
     assert "--control_scale goes with control_image" in capsys.readouterr().err
 
@@ -212,7 +219,7 @@ def test_http(front, pipe):
     picture, image = generated(front, PROMPT, control_image=[coded(LINES), None], **CALL, **more)
     expected = pipe(PROMPT, control_image=[LINES, None], **more, **CALL).images[0]
     assert psnr(picture, expected, peak=255) >= 50
-    assert image["parameters"]["control_scale"] == [0.7, 1.0]
+    assert image["parameters"]["control_scale"] == [0.7, None]
 
 
 LARGE, HUGE = Image.new("1", (4096, 4096)), Image.new("L", (10_000, 10_000))
@@ -345,6 +352,36 @@ def test_rows(tmp_path):
         assert message in failure.reason
 
 
+def test_rows_that_flags_complete(tmp_path, monkeypatch):
+    """Paths in flags begin at the working directory; scales are for rows with a picture."""
+    manifest, here = Manifest.read(steered_export()), tmp_path / "here"
+    here.mkdir()
+    for path in (tmp_path / "lines.png", here / "hills.png", here / "a,b.png"):
+        LINES.save(path)
+    monkeypatch.chdir(here)
+
+    def drawn(entry, **flags):
+        given = {"seed": 0, "num_steps": 2, **flags}
+        rows, failures = check_rows(
+            [{"prompt": "a", **entry}], check_settings(given, manifest), manifest, tmp_path
+        )
+        assert failures == []
+        return rows[0].call
+
+    lines, hills = str(tmp_path / "lines.png"), str(here / "hills.png")
+    assert drawn({}, control_scale=0.5).control_scale is None
+    own = drawn({"control_image": "lines.png, "}, control_scale=0.5)
+    assert own.control_image == [lines, None] and own.control_scale == (0.5, 0.5)
+    both = drawn({}, control_image="hills.png, hills.png")
+    assert both.control_image == [hills, hills]
+    assert drawn({}, control_image=["", "hills.png"]).control_image == [None, hills]
+    assert drawn({}, control_image="a,b.png").control_image == [str(here / "a,b.png")] * 2
+    for nothing in ("", [None, None], ["", ""]):
+        plain = drawn({"control_image": nothing}, control_image="hills.png", control_scale=0.5)
+        assert plain.control_image is None
+    assert drawn({}, control_image="").control_image is None
+
+
 @pytest.mark.long
 def test_a_batch(pipe, tmp_path):
     LINES.save(tmp_path / "lines.png")
@@ -375,12 +412,17 @@ def test_the_client(front, pipe):
 
 # The page
 
+DESCRIBED = """async (made) =>
+    (await import(new URL('static/form.js', document.baseURI))).described(made)"""
+
 
 def test_the_page(front, tmp_path):
     """A field, a preview and sliders for each net; what is sent, told, used again, and copied."""
     files = [tmp_path / "lines.png", tmp_path / "hills.png"]
     LINES.save(files[0])
-    HILLS.save(files[1])
+    clear = Image.new("RGBA", HILLS.size, (255, 255, 255, 0))
+    clear.paste((200, 0, 0, 100), (8, 0, 16, 16))
+    clear.save(files[1])
     with chromium() as browser, opened_page(browser, f"http://{front.http}/") as (page, seen):
         expect(page.locator("#generate")).to_have_attribute("aria-disabled", "false")
         page.fill("#prompt", PROMPT)
@@ -389,6 +431,10 @@ def test_the_page(front, tmp_path):
         page.set_input_files("#control_image-2", files[1])
         expect(page.locator("#control_image-2-seen")).to_be_visible()
         expect(page.locator("#control_image-1-seen")).to_be_hidden()
+        shot = page.locator("#control_image-2-seen img").screenshot()
+        levels = np.asarray(Image.open(io.BytesIO(shot)).convert("RGB")).astype(int)
+        near, far = (levels[levels.shape[0] // 2, levels.shape[1] * n // 4] for n in (1, 3))
+        assert near.max() <= 2 and np.abs(far - (200, 0, 0)).max() <= 4, "without transparency"
         page.fill("#control_scale-2", "0.7")
         page.fill("#control_scale-1", "0.3")  # of a net without a picture: not sent
         page.check("#control_guess")
@@ -405,6 +451,10 @@ def test_the_page(front, tmp_path):
         page.uncheck("#control_guess")
         page.locator("#cards > li").first.get_by_text("Use again").click()
         expect(page.locator("#control_scale-2")).to_have_value("0.7")
+        expect(page.locator("#control_scale-1")).to_have_value("1")
+        made = {"control_scale": [None, 0.7], "width": 16, "height": 16}
+        facts = page.evaluate(DESCRIBED, made)["facts"]
+        assert [value for label, value in facts if label.startswith("Control: ")] == ["0.7"]
         expect(page.locator("#control_guess")).to_be_checked()
         page.evaluate("navigator.clipboard.writeText = (text) => (window.copied = text)")
         page.locator("#cards > li").first.get_by_text("curl").click()
