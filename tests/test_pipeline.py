@@ -330,7 +330,9 @@ def test_generate_and_repeat(load_once, exported, tmp_path, capsys):
     prompts = ["a cat", "a dog"]
     flags = ["--num_steps", "3", "--seed", "7", "--scheduler", "euler", "--guidance_scale", "0"]
     assert main(["generate", *prompts, *export, *flags, "--out", str(tmp_path / "one")]) == 0
-    warning = "Warning: a guidance_scale of 0: 0 draws the negative prompt alone, 1 the prompt alone"
+    warning = (
+        "Warning: a guidance_scale of 0: 0 draws the negative prompt alone, 1 the prompt alone"
+    )
     assert capsys.readouterr().err.count(warning) == 1
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert names == ["7.png", "8.png", "contact_sheet.png"]
