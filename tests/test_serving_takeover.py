@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.serving.batch.work import Loading, Resources, Worker
 from sd_tf.serving.errors import RefusedError
-from sd_tf.serving.ray_app import takeover
+from sd_tf.serving.ray_app import models, takeover
 from sd_tf.serving.ray_app.batching import Events, Job, Together
 from sd_tf.serving.ray_app.drawing import Drawing
 from sd_tf.serving.ray_app.models import ModelReplica, StaleError, export_digest, version_of
@@ -396,6 +397,36 @@ def test_an_export_that_comes_back_while_it_is_read(folder, monkeypatch):
         monkeypatch.setattr(model, "_warm_up", works)
         await model.load(second)
         assert second in model._loaded
+
+    asyncio.run(run())
+
+
+def test_a_device_that_hangs(folder, monkeypatch):
+    """Ray replaces the replica: nothing else would end its call, and those that wait for it."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(models, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def run():
+        model, hangs, returns = replica(folder), threading.Event(), threading.Event()
+
+        def work():
+            hangs.set()
+            returns.wait(60)
+
+        call = asyncio.create_task(model._run(work))
+        await asyncio.to_thread(hangs.wait, 60)
+        for clock.now in (10.0, 3600.0):
+            model.check_health()
+        clock.now = 3601.0
+        with pytest.raises(RuntimeError, match=r"A call has run for more than 3600 seconds\."):
+            model.check_health()
+        returns.set()
+        await call
+        model.check_health()
+        with pytest.raises(ZeroDivisionError):
+            await model._run(lambda: 1 / 0)
+        clock.now = 9000.0
+        model.check_health()
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.devices import see_reserved_gpus
 
 LOOP = "diffusion_model"  # has signatures that take long to compile and that only clients call
+LONGEST_RUN = 3600.0  # seconds that a device may work at one call: the most of a call's `timeout`
 
 
 class StaleError(SdTfError):
@@ -58,6 +60,7 @@ class ModelReplica:
         self._releases: dict[str, asyncio.TimerHandle] = {}  # of exports that are served no more
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1)  # a device does one thing at a time
+        self._begun: float | None = None  # when that thing was begun
         digest = export_digest(self.folder)
         self._loaded[digest] = self._load(digest)
 
@@ -109,6 +112,12 @@ class ModelReplica:
         call = self._run if method == "POST" else asyncio.to_thread
         return await call(rest, server, method, path, body)
 
+    def check_health(self) -> None:
+        """Raise if the device hangs; Ray calls this, and replaces a replica that raises."""
+        begun = self._begun
+        if begun is not None and time.monotonic() - begun > LONGEST_RUN:
+            raise RuntimeError(f"A call has run for more than {LONGEST_RUN:g} seconds.")
+
     async def ready(self) -> str:
         return self.component
 
@@ -134,7 +143,14 @@ class ModelReplica:
         return ModelServer({self.component: versions}, latest=version_of(digest))
 
     async def _run(self, work, *arguments):
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        def timed():
+            self._begun = time.monotonic()
+            try:
+                return work(*arguments)
+            finally:
+                self._begun = None
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     def _load(self, digest: str):
         from sd_tf.runtime.compile_cache import publish
