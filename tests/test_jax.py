@@ -388,6 +388,17 @@ def test_nets_and_image_prompts_are_compiled_in(tmp_path, compilations):
     for left_out in given:
         some = {name: picture for name, picture in given.items() if name != left_out}
         assert psnr(direct("a cat", num_steps=2, seed=3, **some).images, theirs) < 40, left_out
+    # A net that is off is not run, or else NaN would come into the picture.
+    off = {"image_prompt": given["image_prompt"]}
+    plain = direct("a cat", num_steps=2, seed=3, **off).images
+    weights = direct.weights["diffusion_model"]
+    for name in [name for name in weights if name.startswith("controlnet")]:
+        weights[name] = jax.device_put(jax.numpy.full_like(weights[name], jax.numpy.nan))
+    for more in ({}, {"control_image": given["control_image"], "control_scale": 0}):
+        made = direct("a cat", num_steps=2, seed=3, **off, **more).images
+        np.testing.assert_array_equal(made, plain)
+    made = direct("a cat", num_steps=2, seed=3, **given).images
+    assert made.std() == 0, "without a number there is no picture"
 
 
 def test_what_compiles_beside_jaxlib_is_compared(tmp_path, monkeypatch):

@@ -201,6 +201,7 @@ def test_it_follows_drawings(tmp_path):
             assert record["attributes"][attribute] >= floor, (group, attribute)
         without = content["without"][group]
         assert without["attributes"]["place"] <= 0.4 and without["all_right"] <= 0.3, group
+    assert np.mean([record["all_right"] for record in content["groups"].values()]) >= 0.9
 
 
 @pytest.mark.long
