@@ -23,12 +23,14 @@ from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
 from tensorflow_serving.config import model_server_config_pb2
 
 from sd_tf.cli.main import main
+from sd_tf.runtime import controls, image_prompts
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.tf_serving import ServingError, configs, signatures, warmup
 from sd_tf.serving.tf_serving.check import check
 from sd_tf.serving.tf_serving.deployment import Deployment
 from sd_tf.serving.tf_serving.folder import Settings, age_problem, tag_problem
-from tests.exports import micro_export
+from tests.exports import micro_export, steered_export
+from tests.peer_image_prompts import shown_export
 
 COMPONENTS = ["decoder", "diffusion_model", "image_encoder", "text_encoder"]
 BATCH = 2
@@ -242,6 +244,22 @@ def test_without_xla(decoder, tmp_path):
         assert "xla" not in " ".join(flags) and "TF_XLA_FLAGS" not in environment
     assert "xla_cache" not in (out / "compose.yaml").read_text()
     assert "call the `plain_` signatures" in (out / "README.md").read_text()
+    assert check(out, replay=True) == []
+
+
+@pytest.mark.parametrize(
+    ("steered", "on"), [(steered_export, controls.SCALES), (shown_export, image_prompts.SCALES)]
+)
+def test_what_steers_is_warmed_up(steered, on, tmp_path):
+    """Nets and IP-Adapters are run, which they would not be at a scale of 0."""
+    out = write(steered(), tmp_path / "out", "--nojit_compile", "--device", "cpu")
+    for request in requests(out, "diffusion_model"):
+        inputs = {key: tf.make_ndarray(value) for key, value in request.inputs.items()}
+        if request.model_spec.signature_name in ("plain_seeded", "plain_segment"):
+            assert (inputs[on] == 1).all()
+        for name in inputs:
+            if name.startswith("control_image"):
+                assert 0 <= inputs[name].min() < 0.1 < 0.9 < inputs[name].max() <= 1
     assert check(out, replay=True) == []
 
 
