@@ -310,7 +310,7 @@ def test_a_form_with_files(front, parts, body):
 def test_the_forms_fields(front):
     _, content = ask(front, "GET", "/about")
     fields = {field["name"]: field for field in content["fields"]}
-    assert fields["control_image-2"]["label"] == "Control picture: micro_net"
+    assert fields["control_image-2"]["label"] == "Control picture: micro_net (2)"
     assert fields["control_scale-1"]["goes_with"] == "control_image-1"
     assert fields["control_guess"]["kind"] == "switch"
 
