@@ -108,7 +108,8 @@ def test_other_adapters_and_scales_compile_nothing(written, files):
 
 def compiled_loop(slots):
     """Return XLA's optimized code of the loop of a micro pipeline with places, by computation."""
-    fixed = Fixed(height=16, width=16, adapter_slots=slots, adapter_rank=4, adapter_layers="all")
+    places = {"adapter_slots": slots, "adapter_rank": 4, "adapter_layers": "all"} if slots else {}
+    fixed = Fixed(height=16, width=16, **places)
     checkpoint = open_checkpoint(micro_folder())
     geometry = geometry_of(checkpoint.config, fixed)
     part = component(

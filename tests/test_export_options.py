@@ -34,8 +34,8 @@ SIZE = {"batch_size": 2, "height": 16, "width": 16}
     ("options", "message"),
     [
         ({"max_steps": 251}, r"max_steps is 1…250\. Received: 251"),
-        ({"reuse": 21}, r"serves 1 to 20 model calls: at most 20, and `max_steps`\. Received: 21"),
-        ({"reuse": 5, "max_steps": 4}, r"serves 1 to 4 model calls: .* Received: 5"),
+        ({"reuse": 21}, r"is 1…20: at most 20, and `max_steps`\. Received: 21"),
+        ({"reuse": 5, "max_steps": 4}, r"is 1…4: .* Received: 5"),
         ({"adapter_rank": 4}, r"`adapter_rank` and .* give `adapter_slots`, too\. Received: 4, tr"),
         ({"adapter_layers": "all"}, r"give `adapter_slots`, too\. Received: 16, all"),
     ],

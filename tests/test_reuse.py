@@ -190,7 +190,7 @@ def test_the_page(folder, tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ExportError, match=r"serves at least 1 model call\. Received: 0"):
+    with pytest.raises(ExportError, match=r"`reuse`, .* is 1…20: .* Received: 0"):
         export(open_checkpoint(micro_folder()), tmp_path / "x", ExportOptions(reuse=0))
 
 

@@ -97,8 +97,8 @@ def geometry_of(config: PipelineConfig, fixed: Fixed) -> Geometry:
     most_reuse = min(MOST_REUSE, fixed.max_steps)
     if not 1 <= fixed.reuse <= most_reuse:
         refuse(
-            f"A run of the deep layers serves 1 to {most_reuse} model calls: at most {MOST_REUSE}, "
-            f"and `max_steps`.",
+            f"`reuse`, the model calls that a run of the deep layers serves, is 1…{most_reuse}: at "
+            f"most {MOST_REUSE}, and `max_steps`.",
             fixed.reuse,
         )
     if fixed.reuse > 1 and config.denoiser.feature_channels is None:
