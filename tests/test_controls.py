@@ -553,3 +553,5 @@ def test_control_keeps_files(photo, capsys):
     assert main(["control", "gray", str(photo), "--overwrite"]) == 0
     assert list(KINDS) == ["canny", "scribble", "gray", "tile"]
     assert main(["control", "gray", str(photo.with_name("none.png"))]) == 1
+    message = f"sd-tf control: No such file or directory: {photo.with_name('none.png')}\n"
+    assert capsys.readouterr().err == message

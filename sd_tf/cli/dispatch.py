@@ -107,6 +107,8 @@ def run_reported(
 def message(error: Exception, flags: Mapping[str, str]) -> str:
     """Return the error's message, with parameters replaced by the flags that set them."""
     text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.strerror}: {error.filename}"  # without the system's number
     parameter = getattr(error, "parameter", None)
     if parameter in flags:
         text = text.replace(parameter, flags[parameter], 1)
