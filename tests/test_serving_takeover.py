@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
+from sd_tf.runtime import retry
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.graph_kernels import KEEPS_WEIGHTS
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest
@@ -23,7 +25,7 @@ from sd_tf.serving.ray_app import models, takeover
 from sd_tf.serving.ray_app.batching import Events, Job, Together
 from sd_tf.serving.ray_app.drawing import Drawing
 from sd_tf.serving.ray_app.models import ModelReplica, StaleError, export_digest, version_of
-from sd_tf.serving.ray_app.remote import RayRunner
+from sd_tf.serving.ray_app.remote import RETRIES, RayRunner
 from sd_tf.serving.ray_app.takeover import Takeover, TakeoverError
 from sd_tf.tokenizer.clip import ClipTokenizer
 from tests.exports import micro_export
@@ -144,6 +146,49 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
         await taking.change()
         assert taking.served.digest == new and await asked() == {("run", new)}
         assert all(handle.replica._releases.keys() == {old} for handle in handles.values())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deaths", [2, 100])
+def test_a_replica_that_dies_while_it_loads(folder, monkeypatch, deaths):
+    """The others load once; only where its successors die, too, does the change fail."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    lost = []
+
+    class Dying(Handle):
+        def broadcast(self, method, *arguments):
+            response = super().broadcast(method, *arguments)
+
+            async def results(return_exceptions=False):
+                found = await response.results_async(return_exceptions)
+                if method == "load" and len(lost) < deaths:
+                    lost.append(method)
+                    raise RayActorError
+                return found
+
+            return SimpleNamespace(results_async=results)
+
+    async def run():
+        model, loads = replica(folder), []
+        works = model._load
+
+        def load(digest):
+            loads.append(digest)
+            return works(digest)
+
+        model._load = load
+        taking = Takeover(folder, everywhere(folder, Dying(model)), lambda *_: None)
+        await taking.begin()
+        old, new = taking.served.digest, change(folder, 1)
+        if deaths > RETRIES:
+            with pytest.raises(TakeoverError, match="so the one before it is: RayActorError"):
+                await taking.change()
+            assert taking.served.digest == old and len(lost) == RETRIES + 1
+        else:
+            await taking.change()
+            assert taking.served.digest == new and len(lost) == deaths
+        assert loads == [new]
 
     asyncio.run(run())
 

@@ -1,6 +1,8 @@
 """Run models that are Ray deployments."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 from ray.exceptions import RayActorError
@@ -16,10 +18,19 @@ LOST = (RayActorError, DeploymentUnavailableError)
 
 async def ask(handle, method: str, *arguments):
     """Call a replica; if it dies, call another, as models keep nothing between calls."""
+    return await _unless_lost(lambda: getattr(handle, method).remote(*arguments))
+
+
+async def ask_all(handle, method: str, *arguments) -> list:
+    """Call every replica; if one dies, call all again, which must not repeat what they did."""
+    return await _unless_lost(lambda: handle.broadcast(method, *arguments).results_async())
+
+
+async def _unless_lost(call: Callable[[], Awaitable]) -> Any:
     pauses = retry.pauses(RETRIES)
     while True:
         try:
-            return await getattr(handle, method).remote(*arguments)
+            return await call()
         except LOST:
             pause = next(pauses, None)
             if pause is None:

@@ -15,7 +15,7 @@ from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import Runner
 from sd_tf.serving.ray_app.models import RestartError, export_digest, place_of, version_of
-from sd_tf.serving.ray_app.remote import LOST, ask
+from sd_tf.serving.ray_app.remote import LOST, ask, ask_all
 
 ASK_WITHIN = 10.0  # seconds that the replicas have to tell what they serve
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0  # seconds before an export that failed is tried again
@@ -82,9 +82,10 @@ class Takeover:
     async def change(self) -> None:
         """Serve the export that is in the folder now, once every replica has it ready.
 
-        If one replica fails, all stay with the export before. An export that failed is tried
-        again after a pause, which doubles each time; until then this raises at once. One that
-        needs another start of the application is not tried again.
+        If one replica fails, all stay with the export before; if one dies, the others keep what
+        they have loaded, and its successor is asked. An export that failed is tried again after a
+        pause, which doubles each time; until then this raises at once. One that needs another
+        start of the application is not tried again.
         """
         async with self._changing:
             digest, place = await asyncio.to_thread(self._seen)
@@ -99,7 +100,7 @@ class Takeover:
             try:
                 served = await asyncio.to_thread(self._open, digest)
                 for handle in self.models.values():
-                    await handle.broadcast("load", digest).results_async()
+                    await ask_all(handle, "load", digest)
             except Exception as error:  # of any kind: the replicas' own, or Ray's if one died
                 pause = min(LONGEST_PAUSE, 2 * before.pause) if before else FIRST_PAUSE
                 if isinstance(_cause(error), RestartError):
