@@ -1,6 +1,6 @@
 """The configuration of a pipeline: frozen dataclasses, and the named families.
 
-`sd_tf.weights.diffusers_config` reads them from a diffusers folder's JSON files and writes them.
+`sd_tf.weights.diffusers` reads them from a diffusers folder's JSON files.
 """
 
 from sd_tf.config.autoencoder import AutoencoderConfig, LatentScale

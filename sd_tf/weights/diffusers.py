@@ -27,7 +27,7 @@ from sd_tf.files.tensors import (
 )
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.tokenizer.t5 import T5Tokenizer
-from sd_tf.weights import diffusers_config, diffusers_transformers
+from sd_tf.weights import diffusers_config, diffusers_transformers, diffusers_unet
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
@@ -118,7 +118,7 @@ def read_config(
     encoders = {name: text_encoder(name) for name in kind.text_encoders if name in components}
     if "unet" in components:
         pooled = [encoder.projection_dim for encoder in encoders.values()]
-        denoiser = read(diffusers_config.read_unet, "unet", pooled[-1], kind.old_sample_size)
+        denoiser = read(diffusers_unet.read_unet, "unet", pooled[-1], kind.old_sample_size)
     else:
         [name] = kind.components["transformer"]
         denoiser = read(diffusers_transformers.READERS[name], "transformer")

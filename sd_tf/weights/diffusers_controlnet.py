@@ -8,7 +8,8 @@ from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
 from sd_tf.weights.controlnet import SIZES, ControlNetCheckpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import CONFIG, Fields, read_trunk, write_trunk
+from sd_tf.weights.diffusers_fields import CONFIG, Fields
+from sd_tf.weights.diffusers_unet import read_trunk, write_trunk
 
 CLASS = "ControlNetModel"
 # Classes of nets that are not read, and what these are.

@@ -23,10 +23,10 @@ from sd_tf.config import (
 from sd_tf.files.stream import write_safetensors
 from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.tokenizer.open import Tokenizer
-from sd_tf.weights import diffusers_config, diffusers_transformers, layout
+from sd_tf.weights import diffusers_config, diffusers_transformers, diffusers_unet, layout
 from sd_tf.weights.diffusers import weights_stem
-from sd_tf.weights.diffusers_config import CONFIG
 from sd_tf.weights.diffusers_controlnet import write_controlnet
+from sd_tf.weights.diffusers_fields import CONFIG
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     pipeline_class,
@@ -41,7 +41,7 @@ SHARD_BYTES = 5 * 10**9
 WRITERS: dict[type, Callable[..., dict]] = {
     TextEncoderConfig: diffusers_config.write_text_encoder,
     T5EncoderConfig: diffusers_transformers.write_t5,
-    UNetConfig: diffusers_config.write_unet,
+    UNetConfig: diffusers_unet.write_unet,
     MMDiTConfig: diffusers_transformers.write_mmdit,
     FluxConfig: diffusers_transformers.write_flux,
     AutoencoderConfig: diffusers_config.write_vae,

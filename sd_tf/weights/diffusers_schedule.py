@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sd_tf.config import SAMPLERS, ConfigError, DynamicShift, SamplerSpec, ScheduleConfig
-from sd_tf.weights.diffusers_config import Fields
+from sd_tf.weights.diffusers_fields import Fields
 
 BETAS = (0.0001, 0.02, "linear")  # most classes' defaults: start, end, schedule
 # Fields that not all classes have: from one that lacks them, diffusers ignores them.

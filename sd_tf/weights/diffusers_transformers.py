@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from sd_tf.config import ConfigError, FluxConfig, MMDiTConfig, T5EncoderConfig
-from sd_tf.weights.diffusers_config import TRANSFORMERS_HARMLESS, Fields
+from sd_tf.weights.diffusers_config import TRANSFORMERS_HARMLESS
+from sd_tf.weights.diffusers_fields import Fields
 
 # The blocks that 3.5-medium's makers chose for skip-layer guidance.
 SKIPPED = (7, 8, 9)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
 from sd_tf.files.objects import read_object
 from sd_tf.files.tensors import CheckpointError
 from sd_tf.weights.diffusers import check_variant, choose_weights
-from sd_tf.weights.diffusers_config import CONFIG
+from sd_tf.weights.diffusers_fields import CONFIG
 from sd_tf.weights.diffusers_pipelines import (
     MODEL_INDEX,
     components_of,

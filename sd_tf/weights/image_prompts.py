@@ -28,7 +28,8 @@ from sd_tf.files.tensors import (
 )
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import CONFIG, read_vision_encoder
+from sd_tf.weights.diffusers_config import read_vision_encoder
+from sd_tf.weights.diffusers_fields import CONFIG
 from sd_tf.weights.single_file_names import Tensors, under
 
 PROJECTION, ATTENTION = "image_proj.", "ip_adapter."

@@ -14,7 +14,7 @@ from sd_tf.weights.added_tokens import with_embeddings
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.controlnet import ControlNetCheckpoint, with_controlnets
 from sd_tf.weights.diffusers import open_folder
-from sd_tf.weights.diffusers_config import CONFIG
+from sd_tf.weights.diffusers_fields import CONFIG
 from sd_tf.weights.diffusers_pipelines import MODEL_INDEX
 from sd_tf.weights.image_prompts import (
     ENCODER_FOLDER,

@@ -15,7 +15,7 @@ from sd_tf.files.tensors import CheckpointError, StoredTensor
 from sd_tf.weights import layout
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers import open_component, understood
-from sd_tf.weights.diffusers_config import CONFIG, Fields
+from sd_tf.weights.diffusers_fields import CONFIG, Fields
 
 CLASS = "AutoencoderTiny"
 PREFIX = "decoder."  # how its tensors' names begin

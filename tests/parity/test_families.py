@@ -197,7 +197,7 @@ def test_distilled_unets(tmp_path, changes):
     from diffusers import UNet2DConditionModel
 
     from sd_tf.weights.diffusers import open_component
-    from sd_tf.weights.diffusers_config import read_unet, write_unet
+    from sd_tf.weights.diffusers_unet import read_unet, write_unet
 
     module = peers.randomized(UNet2DConditionModel(**changes), 6)
     module.save_pretrained(tmp_path / "unet")
