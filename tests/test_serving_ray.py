@@ -44,8 +44,9 @@ from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.serving.client.client import Client
 from sd_tf.serving.errors import RefusedError
+from sd_tf.serving.ray_app.held import export_digest
 from sd_tf.serving.ray_app.http import read_body
-from sd_tf.serving.ray_app.models import export_digest, version_of
+from sd_tf.serving.ray_app.models import version_of
 from sd_tf.weights import open_checkpoint
 from tests.background import in_background
 from tests.exports import check_equal

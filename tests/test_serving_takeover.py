@@ -2,14 +2,19 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
+import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 from ray.exceptions import RayActorError
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
@@ -24,7 +29,8 @@ from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app import models, takeover
 from sd_tf.serving.ray_app.batching import Events, Job, Together
 from sd_tf.serving.ray_app.drawing import Drawing
-from sd_tf.serving.ray_app.models import ModelReplica, StaleError, export_digest, version_of
+from sd_tf.serving.ray_app.held import HeldExports, StaleError, export_digest, sweep
+from sd_tf.serving.ray_app.models import ModelReplica, version_of
 from sd_tf.serving.ray_app.remote import RETRIES, RayRunner
 from sd_tf.serving.ray_app.takeover import Takeover, TakeoverError
 from sd_tf.tokenizer.clip import ClipTokenizer
@@ -33,12 +39,18 @@ from tests.exports import micro_export
 UNAVAILABLE = 14  # gRPC's code
 
 
+def on_ray(monkeypatch, reserved):
+    context = SimpleNamespace(
+        get_accelerator_ids=lambda: {"GPU": reserved}, gcs_address="127.0.0.1:6379"
+    )
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+
+
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch):
     """As in a replica that reserves none: Ray is not started here."""
-    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": []})
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    on_ray(monkeypatch, [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
@@ -421,18 +433,23 @@ def test_back_and_forth_releases_what_is_not_served(folder):
 
 
 def test_an_export_that_comes_back_while_it_is_read(folder, monkeypatch):
-    """What was read in between may be another's: it is not served under this one's name."""
+    """Without links, what was read in between may be another's: it is not served as this one."""
+
+    def refuses(*_):
+        raise PermissionError(errno.EPERM, "this file system has no links")
+
+    monkeypatch.setattr("os.link", refuses)
 
     async def run():
         model = replica(folder)
         second = change(folder, 1)
         works = model._warm_up
 
-        def replaced_meanwhile(servable):
+        def replaced_meanwhile(read, servable):
             copy = shutil.copytree(folder, folder.with_name("copy"))
             shutil.rmtree(folder)
             copy.rename(folder)
-            works(servable)
+            works(read, servable)
 
         monkeypatch.setattr(model, "_warm_up", replaced_meanwhile)
         with pytest.raises(StaleError, match="was replaced while it was read"):
@@ -444,6 +461,115 @@ def test_an_export_that_comes_back_while_it_is_read(folder, monkeypatch):
         assert second in model._loaded
 
     asyncio.run(run())
+
+
+def held_of(folder):
+    return sorted(path.name for path in folder.parent.iterdir() if ".served-" in path.name)
+
+
+def test_a_replica_that_starts_on_a_damaged_export(folder):
+    """It loads what the others have loaded: they hold its files, which the folder has no more."""
+
+    async def run():
+        other = replica(folder, "decoder", keep_old=0.1)
+        old = export_digest(folder)
+        tokens = {"tokens": np.zeros((1, 77), "int32")}
+        expected = await replica(folder).run(old, "serving_default", tokens)
+        damaged = shutil.copytree(folder, folder.with_name("damaged"))
+        new = change(damaged, 1)
+        weights = next(damaged.glob("decoder/1/variables/variables.data-*"))
+        weights.write_bytes(weights.read_bytes()[:100])
+        shutil.rmtree(folder)
+        damaged.rename(folder)
+
+        model = replica(folder, keep_old=0.1)  # as Ray starts one for one that was killed
+        assert await model.served() == [old] != [export_digest(folder)]
+        found = await model.run(old, "serving_default", tokens)
+        np.testing.assert_array_equal(found["context"], expected["context"])
+        with pytest.raises(ExportError, match="of decoder has 100 bytes"):
+            await model.load(new)
+        assert await model.served() == [old]
+        (name,) = held_of(folder)
+        assert name.endswith(old)
+        files = (folder.with_name(name) / "decoder").rglob("variables.data-*")
+        assert [path.stat().st_nlink for path in files] == [1]  # the folder's own is gone
+
+        shutil.copytree(micro_export(), folder, dirs_exist_ok=True)
+        newest = change(folder, 2)
+        for one in (model, other):
+            await one.load(newest)
+            await one.keep(newest)
+        assert len(held_of(folder)) == 2
+        await asyncio.sleep(0.5)
+        (name,) = held_of(folder)
+        assert name.endswith(newest)
+        for one in (model, other):
+            one.__del__()
+        assert held_of(folder) == []
+
+    asyncio.run(run())
+
+
+def test_a_link_to_an_export_that_is_turned(folder, tmp_path):
+    """A replica that starts afterwards finds the one before, and what is in the folder."""
+
+    async def run():
+        other = shutil.copytree(folder, tmp_path / "other")
+        change(other, 1)
+        link = tmp_path / "link"
+        link.symlink_to(folder)
+        first = replica(link)
+        link.unlink()
+        link.symlink_to(other)
+        old, new = export_digest(folder), export_digest(link)
+        second = replica(link)
+        assert await second.served() == [old]
+        await second.load(new)
+        assert set(await second.served()) == {old, new}
+        assert first and old != new
+
+    asyncio.run(run())
+
+
+def test_what_a_killed_process_held_is_removed(folder, monkeypatch):
+    """By the next that starts; what other applications hold stays."""
+    digest = export_digest(folder)
+    code = "import os, sys; from pathlib import Path; from sd_tf.serving.ray_app.held import *;"
+    code += "HeldExports(Path(sys.argv[1])).hold(sys.argv[2]); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code, folder, digest]).returncode == 9
+    (dead,) = held_of(folder)
+    theirs = HeldExports(folder)
+    monkeypatch.setattr(ray.get_runtime_context(), "gcs_address", "127.0.0.1:6380")
+    held = theirs.hold(digest)
+    ours = HeldExports(folder)
+    assert ours.longest() is None
+    sweep(folder)
+    assert held_of(folder) == [held.name] != [dead]
+    assert ours.hold(digest) != held
+    assert ours.longest() == theirs.longest() == digest
+    gone = ours.hold(digest)
+    ours.release(digest)
+    assert held.is_dir() and not gone.exists()
+    with pytest.raises(StaleError, match="no longer holds the export that was asked for"):
+        ours.hold("0" * 64)
+    theirs.release(digest)
+    assert held_of(folder) == []
+
+
+def test_files_that_cannot_be_linked(folder, monkeypatch, caplog):
+    """The export is read in its own folder, and the log says what that means."""
+
+    def refuses(*_):
+        raise PermissionError(errno.EPERM, "this file system has no links")
+
+    monkeypatch.setattr("os.link", refuses)
+    held, digest = HeldExports(folder), export_digest(folder)
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        assert held.hold(digest) == folder
+    assert "replicas that start after the export was replaced will not have it" in caplog.text
+    assert "this file system has no links" in caplog.text
+    assert held_of(folder) == [] and held.longest() is None
+    held.release(digest)  # nothing is held
 
 
 def test_a_device_that_hangs(folder, monkeypatch):
@@ -547,9 +673,7 @@ def start_worker(folder, monkeypatch, started):
 @pytest.mark.parametrize(("reserved", "seen"), [([], ""), (["1"], "1")])
 def test_a_process_sees_the_gpus_that_it_reserved(folder, monkeypatch, start, reserved, seen):
     """On a machine with two of them; Ray sets the variable where it has reserved some."""
-    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": reserved})
-    monkeypatch.setattr("ray.is_initialized", lambda: True)
-    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    on_ray(monkeypatch, reserved)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reserved) or "0,1")
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
     found = []

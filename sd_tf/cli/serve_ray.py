@@ -122,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
     from ray import serve
 
     from sd_tf.serving.ray_app.application import NAME, build, with_scales
+    from sd_tf.serving.ray_app.held import sweep
     from sd_tf.serving.ray_app.listen import address, check_free
     from sd_tf.serving.ray_app.start import deploy, nodes_of, unplaceable, unused_gpus
 
@@ -186,6 +187,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     finally:
         ray.shutdown()
+        sweep(Path(settings.export_dir))
     return 0
 
 

@@ -20,7 +20,8 @@ from sd_tf.runtime.png import metadata, png_bytes
 from sd_tf.runtime.request import read_request
 from sd_tf.serving.errors import RefusedError
 from sd_tf.serving.ray_app.batching import Batcher, BusyError, Job
-from sd_tf.serving.ray_app.models import RestartError, StaleError
+from sd_tf.serving.ray_app.held import StaleError
+from sd_tf.serving.ray_app.models import RestartError
 from sd_tf.serving.ray_app.remote import LOST, RayRunner
 from sd_tf.serving.ray_app.settings import Settings
 from sd_tf.serving.ray_app.takeover import Served, Takeover, TakeoverError, said

@@ -69,6 +69,7 @@ class Front:
         from sd_tf.serving.tf_serving.predict import ModelServer
 
         self.settings, self.models = settings, models
+        self.http = self.grpc = None  # until it listens
         self.drawing = Drawing(settings, models)
         await self.drawing.begin()
         self.readers = ThreadPoolExecutor(READERS)
@@ -109,7 +110,8 @@ class Front:
 
     async def __del__(self) -> None:
         """Let calls in progress finish; Ray calls this before it ends the process."""
-        await asyncio.gather(self.http.stop(), self.grpc.stop(STOP_WITHIN))
+        if self.grpc is not None:
+            await asyncio.gather(self.http.stop(), self.grpc.stop(STOP_WITHIN))
 
     def check_health(self) -> None:
         """Raise if a task has ended; Ray calls this, and replaces a front that raises."""

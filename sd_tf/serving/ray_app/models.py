@@ -12,17 +12,20 @@ from typing import Any
 import numpy as np
 
 from sd_tf.errors import SdTfError
-from sd_tf.runtime.manifest import FILE_NAME, Manifest, file_hash
+from sd_tf.runtime.manifest import FILE_NAME, Manifest
 from sd_tf.runtime.runner import CALLED, PLAIN
 from sd_tf.runtime.shapes import Shape
 from sd_tf.serving.devices import see_reserved_gpus
+from sd_tf.serving.ray_app.held import (
+    HeldExports,
+    check_state,
+    export_digest,
+    state_of,
+    sweep,
+)
 
 LOOP = "diffusion_model"  # has signatures that take long to compile and that only clients call
 LONGEST_RUN = 3600.0  # seconds that a device may work at one call: the most of a call's `timeout`
-
-
-class StaleError(SdTfError):
-    """The export that a call names is not loaded, and is not the one in the folder."""
 
 
 class RestartError(SdTfError):
@@ -46,6 +49,7 @@ class ModelReplica:
         warm_up_all: bool,
         keep_old: float,
     ):
+        self._loaded: dict[str, Any] = {}  # digest of an export → its Servable
         see_reserved_gpus()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if compile_cache is not None:
@@ -55,14 +59,21 @@ class ModelReplica:
         self.folder, self.component = Path(export_dir), component
         self.jit_compile, self.keep_old = jit_compile, keep_old
         self.warm_up, self.warm_up_all = warm_up, warm_up_all
-        self._loaded: dict[str, Any] = {}  # digest of an export → its Servable
-        self._descriptions: dict[str, dict[str, bytes]] = {}  # the same → see `description_of`
+        sweep(self.folder)
+        self._held = HeldExports(self.folder)
+        self._descriptions: dict[str, dict[str, bytes]] = {}  # digest → see `description_of`
         self._releases: dict[str, asyncio.TimerHandle] = {}  # of exports that are served no more
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1)  # a device does one thing at a time
         self._begun: float | None = None  # when that thing was begun
-        digest = export_digest(self.folder)
+        # The folder may have one by now that cannot be served, or is not served yet.
+        digest = self._held.longest() or export_digest(self.folder)
         self._loaded[digest] = self._load(digest)
+
+    def __del__(self) -> None:
+        """Let go of what is held; Ray calls this before it ends the process."""
+        for digest in self._loaded:
+            self._held.release(digest)
 
     async def load(self, digest: str) -> None:
         """Load and warm up the export with this digest, beside those that are served."""
@@ -153,14 +164,22 @@ class ModelReplica:
         return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
 
     def _load(self, digest: str):
+        folder = self._held.hold(digest)
+        try:
+            return self._read(folder, digest)
+        except BaseException:
+            self._held.release(digest)
+            raise
+
+    def _read(self, folder: Path, digest: str):
         from sd_tf.runtime.compile_cache import publish
         from sd_tf.runtime.graph_kernels import FixedWeightsError
         from sd_tf.serving.tf_serving.predict import load
 
-        before = self._state(digest)
-        description = description_of(self.folder)
+        before = state_of(folder, digest)
+        description = description_of(folder)
         try:
-            servable = load(self.folder, [self.component], fixed_weights=True)[self.component]
+            servable = load(folder, [self.component], fixed_weights=True)[self.component]
         except FixedWeightsError as error:
             if not self._loaded:  # the environment says so, and not an export before
                 raise
@@ -168,28 +187,18 @@ class ModelReplica:
                 "It has places for adapters, which change weights, and an export before it had the "
                 "models' processes take all weights for fixed. Start the application again."
             ) from error
-        self._warm_up(servable)
+        self._warm_up(folder, servable)
         publish()
-        if self._state(digest) != before:
-            raise StaleError(f"{self.folder} was replaced while it was read.")
+        check_state(folder, digest, before)
         self._descriptions[digest] = description
         return servable
 
-    def _state(self, digest: str) -> tuple[int, ...]:
-        """Return what another export changes that comes and goes while files are read.
-
-        It could leave its weights.
-        """
-        if not (self.folder / FILE_NAME).is_file() or export_digest(self.folder) != digest:
-            raise StaleError(f"{self.folder} no longer holds the export that was asked for.")
-        return place_of(self.folder)
-
-    def _warm_up(self, servable) -> None:
+    def _warm_up(self, folder: Path, servable) -> None:
         """Run the signatures once, so that no caller waits for compilation."""
         from sd_tf.serving.tf_serving import warmup
         from sd_tf.serving.tf_serving.predict import ModelServer
 
-        manifest = Manifest.read(self.folder)
+        manifest = Manifest.read(folder)
         known = [name for name in servable.signature_defs if servable.signature(name) is not None]
         names = [
             name
@@ -198,7 +207,7 @@ class ModelReplica:
         ]
         server = ModelServer({self.component: {1: servable}})
         for request in warmup.requests(
-            servable.signature_defs, names, self.component, self.folder, manifest
+            servable.signature_defs, names, self.component, folder, manifest
         ):
             server.predict(request)
 
@@ -225,11 +234,7 @@ class ModelReplica:
 
     def _release(self, digest: str) -> None:
         del self._releases[digest], self._loaded[digest], self._descriptions[digest]
-
-
-def export_digest(folder: Path) -> str:
-    """Return a digest that differs between exports in the same folder."""
-    return file_hash(folder / FILE_NAME)
+        self._held.release(digest)
 
 
 def description_of(folder: Path) -> dict[str, bytes]:
@@ -240,12 +245,6 @@ def description_of(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes() for path in (folder / FILE_NAME, *files)
     }
-
-
-def place_of(folder: Path) -> tuple[int, ...]:
-    """Return what tells a folder from each that takes its place, even with the same export."""
-    found = folder.stat()
-    return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def version_of(digest: str) -> int:

@@ -14,7 +14,8 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.chain import Chain, open_export
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.runner import Runner
-from sd_tf.serving.ray_app.models import RestartError, export_digest, place_of, version_of
+from sd_tf.serving.ray_app.held import export_digest, place_of
+from sd_tf.serving.ray_app.models import RestartError, version_of
 from sd_tf.serving.ray_app.remote import LOST, ask, ask_all
 
 ASK_WITHIN = 10.0  # seconds that the replicas have to tell what they serve
