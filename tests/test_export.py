@@ -1,45 +1,33 @@
 """What an export holds, who can run it, and what is refused."""
 
 import dataclasses
-import errno
 import functools
 import json
 import operator
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from sd_tf.checkpoints import make_random
 from sd_tf.components import COMPONENTS
-from sd_tf.components import build as assembling
-from sd_tf.components.build import Component
-from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Fixed, geometry_of
-from sd_tf.config import FAMILIES, ScheduleConfig
-from sd_tf.export import ExportOptions, bundles, embedded, export, verify
-from sd_tf.files.publish import staging
-from sd_tf.models.unet import UNet
+from sd_tf.config import FAMILIES
+from sd_tf.export import embedded
 from sd_tf.runtime.manifest import FILE_NAME, ExportError, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
-from sd_tf.runtime.psnr import psnr
 from sd_tf.runtime.shapes import Shapes
-from sd_tf.sampling.packed import pack
 from sd_tf.sampling.tables import steps
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.weights import open_checkpoint
-from tests import commands, micro
+from tests import commands
 from tests.exports import (
     micro_export,
     micro_folder,
     pipeline_of,
-    replace_in_micro,
     shared_export,
     small_export,
     small_folder,
@@ -255,98 +243,6 @@ def test_saved_model_cli(exported, tmp_path):
     assert np.load(tmp_path / "generated_images.npy").dtype == np.uint8
 
 
-@pytest.fixture
-def micro_copy(tmp_path):
-    return shutil.copytree(micro_export(), tmp_path / "copy")
-
-
-def test_replace_one_component(micro_copy):
-    before = Manifest.read(micro_copy)
-    checkpoint, size = open_checkpoint(micro_folder()), {"height": 16, "width": 16}
-    options = {**size, "components": ("decoder",)}
-    export(checkpoint, micro_copy, ExportOptions(batch_size=2, **options, verify="fast"))
-    after = Manifest.read(micro_copy)
-    after.check_files(micro_copy)
-    assert after.max_steps == before.max_steps == 2 and after.schedulers == before.schedulers
-    assert after.verification["decoder"]["level"] == "fast"
-    assert after.verification["diffusion_model"] == before.verification["diffusion_model"]
-    pipe = Pipeline.load(micro_copy, jit_compile=False)
-    assert pipe("a", num_steps=1).images.shape == (1, 16, 16, 3)
-    with pytest.raises(
-        ExportError,
-        match=r"same shapes: the export has 16x16 px in batches of 2\. Received: .* of 3",
-    ):
-        export(checkpoint, micro_copy, ExportOptions(batch_size=3, **options, verify="off"))
-
-
-def replace_in(folder, components, checkpoint, report=None):
-    size = {"batch_size": 2, "height": 16, "width": 16}
-    options = ExportOptions(**size, max_steps=2, components=components, verify="off")
-    return export(open_checkpoint(checkpoint), folder, options, report)
-
-
-def tokenizer_of(folder):
-    return {path.name: path.read_bytes() for path in (folder / "tokenizer").iterdir()}
-
-
-def other_checkpoint(folder, text_encoder=None, **changes):
-    """The micro checkpoint with some other fields, and weights in another file."""
-    config = dataclasses.replace(micro.CONFIG, **changes)
-    if text_encoder is not None:
-        (name, part), *_ = config.text_encoders.items()
-        changed = {name: dataclasses.replace(part, **text_encoder)}
-        width = changed[name].hidden_size
-        denoiser = dataclasses.replace(config.denoiser, context_dim=width)
-        config = dataclasses.replace(config, text_encoders=changed, denoiser=denoiser)
-    make_random(config, folder, "bfloat16")
-    return folder
-
-
-def test_each_component_keeps_what_belongs_to_it(micro_copy, tmp_path):
-    """Tokenizer, family, prediction and hashes stay with the components that they serve."""
-    schedule = dataclasses.replace(micro.CONFIG.schedule, prediction="v_prediction")
-    other = other_checkpoint(tmp_path / "other", {"pad_token_id": 0}, schedule=schedule)
-    before, words = Manifest.read(micro_copy), tokenizer_of(micro_copy)
-    replace_in(micro_copy, ("decoder",), other)
-    after = Manifest.read(micro_copy)
-    assert tokenizer_of(micro_copy) == words
-    assert (after.family, after.prediction) == (before.family, before.prediction)
-    file = other / "vae" / "diffusion_pytorch_model.safetensors"
-    assert after.checkpoint.pop("decoder") == {
-        "name": "other",
-        "format": "diffusers folder",
-        "sha256": {"vae": {file.name: file_hash(file)}},
-    }
-    assert after.checkpoint | {"decoder": before.checkpoint["decoder"]} == before.checkpoint
-    assert str(tmp_path) not in (micro_copy / FILE_NAME).read_text()
-
-
-def test_a_text_encoder_brings_its_tokenizer_alone(micro_copy, tmp_path):
-    vae = dataclasses.replace(micro.CONFIG.autoencoder, scaling_factor=0.5)
-    other = other_checkpoint(tmp_path / "other", {"pad_token_id": 0}, autoencoder=vae)
-    words = tokenizer_of(micro_copy)
-    replace_in(micro_copy, ("text_encoder",), other)
-    assert tokenizer_of(micro_copy) != words
-    assert Manifest.read(micro_copy).scaling_factor == micro.CONFIG.autoencoder.scaling_factor
-
-
-def test_a_component_that_does_not_fit(micro_copy, tmp_path):
-    """It is refused before any work, and the export stays as it was."""
-    vae = dataclasses.replace(micro.CONFIG.autoencoder, scaling_factor=0.5)
-    other_checkpoint(tmp_path / "scaled", autoencoder=vae)
-    other_checkpoint(tmp_path / "wide", {"hidden_size": 32})
-    manifest = (micro_copy / FILE_NAME).read_bytes()
-    for components, checkpoint, message in (
-        (("decoder",), "scaled", r"the same scaling_factor: the export has 0.18215. Received: 0.5"),
-        (("diffusion_model",), "scaled", r"the same scaling_factor: .* Received: 0.5"),
-        (("text_encoder",), "wide", r"takes, {'context': \(2, 77, 16\)}: .*\(2, 77, 32\)}"),
-        (("diffusion_model",), "wide", r"takes, {'context': \(2, 77, 32\)}: .*\(2, 77, 16\)}"),
-    ):
-        with pytest.raises(ExportError, match=message):
-            replace_in(micro_copy, components, tmp_path / checkpoint, pytest.fail)
-    assert (micro_copy / FILE_NAME).read_bytes() == manifest
-
-
 # What is refused
 
 
@@ -376,162 +272,6 @@ def test_options(tmp_path, options, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_below_the_floor_nothing_is_published(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "psnr", lambda *_: 59.9)
-    with pytest.raises(ExportError, match=r"does not compute .* to 59.9 dB, the floor .* 60 dB"):
-        small_export(tmp_path / "export", verify="fast")
-    assert not (tmp_path / "export").exists()
-
-
-@pytest.mark.parametrize("owner", [(UNet, "call"), (DiffusionModel, "begin")])
-def test_what_is_traced_is_compared_with_the_model_itself(tmp_path, monkeypatch, owner):
-    """The reference shares no trace with the signatures, so a wrong trace of a model is found.
-
-    It is wrong by little: the calls compared are ones whose output counts.
-    """
-    call = getattr(*owner)
-
-    def wrong_in_graphs(self, *given, **more):
-        output = call(self, *given, **more)
-        if tf.executing_eagerly():
-            return output
-        return tf.nest.map_structure(lambda values: 1.02 * values, output)
-
-    monkeypatch.setattr(*owner, wrong_in_graphs)
-    with pytest.raises(ExportError, match="diffusion_model does not compute what the model comp"):
-        replace_in_micro(
-            tmp_path / "export",
-            open_checkpoint(micro_folder()),
-            ("diffusion_model",),
-            verify="fast",
-        )
-
-
-def test_a_wrong_model_is_noticed(exported):
-    """The comparison itself: other inputs than the reference's do not pass."""
-    inputs = {"latent": np.random.default_rng(0).standard_normal((2, 8, 8, 4)).astype("float32")}
-    signature = load(exported, "decoder").signatures["plain_serving_default"]
-    reference = {"generated_images": signature(latent=tf.constant(inputs["latent"])).popitem()[1]}
-    sample = verify.Sample("serving_default", inputs, reference)
-    figures = verify.compare("decoder", exported, [sample], "full", "float32")
-    assert figures["saved_model"]["psnr_db"] > 60
-    inputs["latent"] *= 1.01
-    with pytest.raises(ExportError, match=r"decoder does not compute what the model computes"):
-        verify.compare("decoder", exported, [sample], "full", "float32")
-
-
-def test_a_model_that_overflows_is_noticed():
-    """By the model's own values, so the export is not blamed."""
-
-    def overflows(latent):
-        return {"generated_images": latent * np.float16(1e4)}
-
-    inputs = {"latent": np.full((1, 8), 1e3, "float16")}
-    message = (
-        r"The model itself gives .* no numbers in float16 \(generated_images of serving_default"
-    )
-    with pytest.raises(ExportError, match=message):
-        verify.sampled("serving_default", overflows, inputs, "float16")
-
-
-def test_a_run_that_shows_what_reuse_costs_begins_with_noise():
-    """In the range of its first call, not of the call that is compared."""
-    tables = pack(FAMILIES["sdxl-base"].schedule, 20)
-    number = tables.numbers["euler"]
-    reuse = SimpleNamespace(record=SimpleNamespace(most=2))
-    part = SimpleNamespace(tables={(64, 64): tables}, default_scheduler=number, reuse=reuse)
-    compared = verify.segment_of(part, "full")
-    noise = np.random.default_rng(0).standard_normal((1, 64, 64, 4)).astype("float32")
-    sample = verify.Sample("segment", {**compared, "latent": noise}, {})
-    runs = verify.reuse_runs(part, [sample], "full")
-    scale = tables.scales[number, 19]
-    spread = verify._spread(part, compared)
-    assert 1.5 * spread < scale
-    for every, run in runs.items():
-        assert (run["num_steps"], run["reuse"], run["first"], run["start"]) == (20, every, 0, 0)
-        np.testing.assert_allclose(run["latent"], noise / spread * scale, rtol=1e-3)
-
-
-WEIGHTS = ("token_weights", "negative_token_weights")
-
-
-def test_nan_in_one_output_is_noticed(exported):
-    tokens = np.zeros((2, 77), "int32")
-    inputs = {"tokens": tokens, "negative_tokens": tokens}
-    inputs |= {name: np.ones((2, 77), "float32") for name in WEIGHTS}
-    signature = load(exported, "text_encoder").signatures["weighted"]
-    reference = {name: value.numpy() for name, value in signature(**inputs).items()}
-    assert len(reference) > 1
-    reference[sorted(reference)[-1]][0, 0] = np.nan
-    sample = verify.Sample("weighted", inputs, reference)
-    with pytest.raises(ExportError, match=r"text_encoder does not compute .* agrees to nan dB"):
-        verify.compare("text_encoder", exported, [sample], "full", "float32")
-
-
-def test_verified_run():
-    """It is one that the default scheduler has, however few steps the export allows."""
-
-    def chosen(schedule, max_steps):
-        tables = pack(schedule, max_steps)
-        number = tables.numbers[schedule.sampler]
-        part = Component("diffusion_model", {}, None, (), {(64, 64): tables}, number)
-        whole, early = verify.run_of(part, "full"), verify.segment_of(part, "full")
-        for run in (whole, early):
-            assert tables.calls[run["scheduler"], run["num_steps"] - 1] > 0
-        bounds = (early[name] for name in ("num_steps", "first", "start", "stop"))
-        return int(whole["num_steps"]), tuple(map(int, bounds))
-
-    schedule = FAMILIES["sd1"].schedule
-    flow = ScheduleConfig(kind="flow", prediction="flow", sampler="flow_euler")
-    assert chosen(schedule, 50) == (2, (5, 1, 1, 3))
-    assert chosen(flow, 50) == (2, (6, 1, 1, 3))
-    assert chosen(schedule, 1) == chosen(flow, 1) == (1, (1, 0, 0, 2))
-
-
-def test_skip_layer_guidance_is_compared(tmp_path):
-    """Verification reaches the prediction without some blocks, and a call that does without it."""
-    base = FAMILIES["sd3.5-medium"]
-    narrow = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 2, "num_heads": 2}
-    texts = {
-        name: dataclasses.replace(encoder, **narrow, projection_dim=4)
-        for name, encoder in base.clip_encoders.items()
-    }
-    sizes = {"num_layers": 3, "num_heads": 2, "head_dim": 8, "context_dim": 16, "pooled_dim": 8}
-    config = dataclasses.replace(
-        base,
-        text_encoders=texts,
-        denoiser=dataclasses.replace(base.denoiser, **sizes, max_patches=8, dual_layers=(0,)),
-        autoencoder=dataclasses.replace(base.autoencoder, channels=(8, 16), norm_groups=4),
-        zero_tokens=4,
-    ).check()
-    make_random(config, tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-
-    def compared(skip_layers, max_steps, level):
-        denoiser = dataclasses.replace(config.denoiser, skip_layers=skip_layers)
-        own = dataclasses.replace(checkpoint.config, denoiser=denoiser)
-        geometry = geometry_of(own, Fixed(height=16, width=16, max_steps=max_steps))
-        tokens = assembling.empty_tokens_of(checkpoint)
-        part = assembling.component(
-            "diffusion_model", own, geometry, "float32", tokens, checkpoint.build
-        )
-        names = verify.endpoints_for("diffusion_model", own, geometry, level)
-        endpoint = part.endpoints(geometry.shapes.first)[names[0]]
-        specs = {name: tf.TensorSpec(s.shape, s.dtype) for name, s in endpoint.inputs.items()}
-        inputs = verify.sample_inputs(specs, part, level)
-        return names, inputs, verify.eager(endpoint.function, inputs)["latent"]
-
-    for level, calls in (("fast", 1), ("full", 2)):
-        names, inputs, latent = compared((1,), 8, level)
-        assert names == ["segment", "noise", "begin", "begin_image"]
-        assert (inputs["start"], inputs["stop"]) == (1, 1 + calls)
-        assert 0.01 < 1 / inputs["num_steps"] < 0.2 < 2 / inputs["num_steps"]
-        *_, broken = compared((2,), 8, level)
-        assert psnr(latent, broken, np.ptp(latent)) < verify.FLOORS["float32"]
-    _, inputs, _ = compared((1,), 5, "full")  # too few for a call that leaves out blocks
-    assert (inputs["start"], inputs["stop"], inputs["num_steps"]) == (0, 2, 2)
-
-
 def test_a_denoiser_that_is_told_the_guidance_scale():
     config = FAMILIES["sd1"]
     config = dataclasses.replace(
@@ -540,15 +280,6 @@ def test_a_denoiser_that_is_told_the_guidance_scale():
     assert geometry_of(config, Fixed(guidance="none")).guidance == "none"
     with pytest.raises(ExportError, match=r"LCM.*`guidance` must be none.*classifier_free"):
         geometry_of(config, Fixed())
-
-
-def test_a_mount_point_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
-    with (
-        pytest.raises(ExportError, match=r"is a mount point.* folder below it as `output_dir`"),
-        staging(tmp_path, True, FILE_NAME, ExportError),
-    ):
-        pytest.fail("it was let in")
 
 
 def test_another_checkpoint_in_the_default_folder(tmp_path, monkeypatch):
@@ -639,133 +370,6 @@ def test_large_variables_are_checked_by_tensorflow(copy, monkeypatch):
     (copy / data).write_bytes(content)
     with pytest.raises(ExportError, match=r"diffusion_model/1 cannot be loaded: .*[Cc]hecksum"):
         Pipeline.load(copy)
-
-
-# Publishing
-
-
-def test_existing_and_foreign_targets(tmp_path):
-    target = tmp_path / "export"
-    target.mkdir()
-    (target / "notes.txt").write_text("mine")
-    for options, message in (
-        ({}, r"exists. Choose another `output_dir`, or set `overwrite`"),
-        (
-            {"overwrite": True},
-            r"is not an export \(it has no pipeline\.json\), so `overwrite` leaves it alone",
-        ),
-    ):
-        with pytest.raises(ExportError, match=message):
-            small_export(target, **options)
-    assert (target / "notes.txt").read_text() == "mine"
-
-
-def staged(target, overwrite):
-    return staging(target, overwrite, FILE_NAME, ExportError)
-
-
-def write(folder, text):
-    (folder / "pipeline.json").write_text(text)
-
-
-def test_overwriting_is_one_step(tmp_path):
-    target = tmp_path / "export"
-    with staged(target, overwrite=False) as folder:
-        write(folder, "one")
-        assert not target.exists()
-    with pytest.raises(RuntimeError), staged(target, overwrite=True) as folder:
-        write(folder, "lost")
-        raise RuntimeError
-    assert (target / "pipeline.json").read_text() == "one"
-    with staged(target, overwrite=True) as folder:
-        write(folder, "two")
-        assert (target / "pipeline.json").read_text() == "one"
-    assert (target / "pipeline.json").read_text() == "two"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".export.lock", "export"]
-
-
-def test_a_symbolic_link_stays_one(tmp_path):
-    """The folder behind it is replaced, again and again; both names have one lock."""
-    link, target = tmp_path / "link", tmp_path / "disk" / "export"
-    link.symlink_to(target)
-    for number in range(3):
-        with staged(link, overwrite=number > 0) as folder:
-            write(folder, str(number))
-            with (
-                pytest.raises(ExportError, match=r"Another export to .*disk/export is running"),
-                staged(target, overwrite=True),
-            ):
-                pass
-        assert link.is_symlink() and not target.is_symlink()
-        assert (target / "pipeline.json").read_text() == str(number)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
-    assert sorted(path.name for path in target.parent.iterdir()) == [".export.lock", "export"]
-
-
-def test_two_exports_to_one_target(tmp_path):
-    target = tmp_path / "export"
-    with staged(target, overwrite=False) as folder:
-        write(folder, "first")
-        with pytest.raises(ExportError, match=r"Another export to .*export is running"):
-            small_export(target)
-    assert (target / "pipeline.json").read_text() == "first"
-
-
-def test_unwritable_target(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ExportError, match=r"cannot be written to .*a part of its path is a file"):
-        small_export(tmp_path / "file" / "export")
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.decode()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_no_space_left(small_disk):
-    target = small_disk / "export"
-    with pytest.raises(ExportError, match=r"no space is left on the device"):
-        small_export(target)
-    assert [path.name for path in small_disk.iterdir()] == [".export.lock"]
-
-
-def test_no_space_left_for_values(small_disk, tmp_path):
-    """TensorFlow's error is told as Python's, also where values are copied and merged."""
-    values, model = tmp_path / "values", small_disk / "model"
-    tf.raw_ops.SaveV2(
-        prefix=str(values), tensor_names=["x"], shape_and_slices=[""], tensors=[tf.ones(2**20)]
-    )
-    with pytest.raises(OSError, match="No space left") as problem:
-        bundles._copy(values, model, ["x"])
-    assert problem.value.errno == errno.ENOSPC
-
-
-@pytest.mark.long
-def test_killed_at_random_moments():
-    """-9 at 10 moments of exports: the target is absent or complete, and the next run succeeds.
-
-    CONTRIBUTING.md has the command for 100 kills of the embedded checkpoint's exports.
-    """
-    size = ["--height=16", "--width=16", "--max_steps=2", "--verify=off"]
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kill_exports", "--kills=10", "--whole_every=5", "--fork"]
-        + ["--", f"--checkpoint={micro_folder()}", *size],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout.split()[0]) >= 5, result.stdout
 
 
 def test_command(tmp_path):
