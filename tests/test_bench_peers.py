@@ -1,16 +1,11 @@
 """The comparison with peers, on real small runs: agreement, figures, report, and messages."""
 
-import contextlib
 import copy
-import dataclasses
-import html.parser
 import json
-import math
 import os
 import re
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import diffusers
@@ -20,20 +15,16 @@ import pytest
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from sd_tf.bench.application import command_line, descendants
-from sd_tf.bench.peers import agreement, apart, folders, report, scaling, targets
-from sd_tf.bench.peers.engine import DENOISERS, GUIDANCE, KINDS, OURS, STAGES, Job, NoGpuError
+from sd_tf.bench.peers import agreement, report, targets
+from sd_tf.bench.peers.engine import GUIDANCE, KINDS, OURS, STAGES, Job
 from sd_tf.bench.peers.engines import kerascv
 from sd_tf.bench.peers.flops import unet_flops
 from sd_tf.bench.peers.measure import (
     ComparisonOptions,
     Running,
-    Size,
-    failed,
     full_seconds,
     measure,
 )
-from sd_tf.bench.peers.process import KilledError, Process, environment
 from sd_tf.bench.plan import BenchError
 from sd_tf.cli.main import main
 from sd_tf.config import ScheduleConfig
@@ -43,6 +34,7 @@ from sd_tf.weights import StoredTensor, open_checkpoint
 from sd_tf.weights import kerascv as kerascv_weights
 from tests import commands, peers
 from tests.exports import micro_folder
+from tests.page_text import text_of
 
 RAN = (
     "torch",
@@ -146,38 +138,6 @@ def test_kerascv_is_left_out_of_another_architecture(compared):
     assert left_out["name"] == "kerascv" and not left_out["failed"]
     assert "860 M parameters" in left_out["reason"]
     assert "KerasCV + XLA: left out. KerasCV's UNet has 860 M" in text
-
-
-class Balanced(html.parser.HTMLParser):
-    """Every tag is closed where it has to be."""
-
-    VOID = ("meta", "line", "polyline", "circle")
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.text = [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def text_of(page: str) -> str:
-    parser = Balanced()
-    parser.feed(page)
-    parser.close()
-    assert parser.open == []
-    assert "<script" not in page and "http" not in page and "$" not in page
-    return "".join(parser.text)
 
 
 @pytest.mark.long
@@ -457,235 +417,3 @@ def test_wrong_flags(capsys):
         with pytest.raises(SystemExit):
             main(flags)
         assert message in capsys.readouterr().err
-
-
-# Processes
-
-
-def job(**changes) -> Job:
-    fields = {"engine": "torch", "height": 64, "width": 64, "steps": 2, "threads": 1}
-    return Job(**{**fields, "checkpoint": "/none", **changes})
-
-
-def test_a_worker_says_what_failed(tmp_path):
-    with Process(job(), tmp_path / "logs" / "log.txt") as process:
-        with pytest.raises(BenchError, match=r"/none.*\(log: .*log\.txt\)"):
-            process.ask("load")
-        with pytest.raises(BenchError, match="AttributeError"):
-            process.ask("nothing")
-    assert "Traceback" in (tmp_path / "logs" / "log.txt").read_text(encoding="utf-8")
-
-
-def test_a_worker_that_dies(tmp_path):
-    process = Process(job(), tmp_path / "log.txt")
-    process._process.kill()
-    with process, pytest.raises(KilledError, match=r"the process of diffusers.*memory runs out"):
-        process.ask("load")
-
-
-def test_a_worker_that_is_told_to_end(tmp_path):
-    process = Process(job(), tmp_path / "log.txt")
-    process._process.terminate()
-    with process, pytest.raises(BenchError, match="ended with status -15"):
-        process.ask("load")
-
-
-def test_environment(monkeypatch):
-    assert environment(job())["CUDA_VISIBLE_DEVICES"] == ""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    given = environment(job(engine="jax", device="gpu", threads=3))
-    assert "CUDA_VISIBLE_DEVICES" not in given
-    assert (given["KERAS_BACKEND"], given["JAX_PLATFORMS"]) == ("jax", "cuda")
-    assert given["OMP_NUM_THREADS"] == given["TF_NUM_INTRAOP_THREADS"] == "3"
-
-
-@pytest.mark.parametrize("engine", ["sd_tf", "kerascv", "torch"])
-def test_what_sees_no_gpu_measures_nothing(tmp_path, monkeypatch, engine):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    process = Process(job(engine=engine, device="gpu"), tmp_path / "log.txt")
-    with process, pytest.raises(NoGpuError, match=r"`device` gpu needs a GPU that .* sees"):
-        process.ask("load")
-
-
-@pytest.mark.parametrize("error", [NoGpuError, BenchError])
-def test_jax_replaces_ours_where_tensorflow_sees_no_gpu(tmp_path, monkeypatch, error):
-    """And for no other reason."""
-    started = []
-
-    def start(self, name):
-        started.append(name)
-        if name == OURS:
-            raise error("said why")
-        return SimpleNamespace(process=contextlib.nullcontext())
-
-    monkeypatch.setattr(Size, "_start", start)
-    size = Size(ComparisonOptions(device="gpu"), tmp_path, tmp_path, 64, print)
-    peers = ["torch", "jax"]
-    if error is BenchError:
-        with pytest.raises(BenchError, match="said why"), size._reference(peers):
-            pass
-        assert started == [OURS] and not size.left_out
-        return
-    with size._reference(peers):
-        assert started == [OURS, "jax"] and peers == ["torch"]
-    assert [entry["name"] for entry in size.left_out] == [OURS]
-
-
-class Replies(contextlib.nullcontext):
-    """A worker whose stages take a second, and whose pictures 10, of which a step takes 2."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.job = job(engine=name)
-
-    def ask(self, do, **arguments):
-        return {
-            "run": {"seconds": 1.0},
-            "draw": {"seconds": 10.0, "step_seconds": 2.0},
-            "memory": {"peak_memory_bytes": 1},
-        }[do]
-
-
-@pytest.mark.parametrize(("name", "seconds"), [(OURS, 10.0 + 16 * 1.0), ("jax", 10.0 + 16 * 2.0)])
-def test_whole_pictures(tmp_path, monkeypatch, name, seconds):
-    """Drawn in as many turns as the stages; a stage is the loop's step for SavedModels alone."""
-
-    def start(self, name):
-        loaded = {"precision": None, "devices": [], "load_seconds": 1.0, "compile_seconds": 0.0}
-        return Running(name, Replies(name), loaded, dict.fromkeys(STAGES, 1.0), 1.0)
-
-    monkeypatch.setattr(Size, "_start", start)
-    monkeypatch.setattr(Size, "_decibels", lambda *_: 60.0)
-    size = Size(ComparisonOptions(rounds=3), tmp_path, tmp_path, 64, print)
-    found = size._compare(start(size, name), "torch")["end_to_end"]
-    assert found["seconds"]["values"] == [10.0 + 16 * 2.0] * 3
-    assert found["ours"]["values"] == [seconds] * 3
-    assert found["ratio"] == 42.0 / seconds
-
-
-def test_a_size_that_fails_leaves_the_others_their_figures(tmp_path, monkeypatch):
-    def measured(size):
-        if size.size == 24:
-            raise KilledError("The system ended the process of ours.")
-        torch = {"label": "PyTorch", "reason": "No memory.", "failed": True}
-        engines = [{"name": OURS, "devices": ["CPU"]}]
-        return {"size": size.size, "engines": engines, "left_out": [torch]}
-
-    monkeypatch.setattr(Size, "measure", measured)
-    options = ComparisonOptions(str(micro_folder()), str(tmp_path), sizes=(16, 24, 32))
-    said = []
-    found = measure(options, said.append)
-    assert [size["size"] for size in found["sizes"]] == [16, 32]
-    killed = "The system ended the process of ours."
-    assert f"24 px failed: {killed}" in said
-    assert failed(found) == {
-        "PyTorch, 16 px": "No memory.",
-        "PyTorch, 32 px": "No memory.",
-        "24 px": killed,
-    }
-    assert report.lost(found) == [f"24 px: failed. {killed}"]
-    with pytest.raises(KilledError, match="ended the process of ours"):
-        measure(dataclasses.replace(options, sizes=(24,)))
-
-
-def test_labels():
-    """XLA is not named where it compiles nothing."""
-    for kinds, name in ((KINDS, "sd_tf SavedModels"), (DENOISERS, "sd_tf, TensorFlow")):
-        label = kinds[OURS].label_in
-        assert label("bfloat16") == f"{name} + graph kernels"
-        assert label("float32") == label("bfloat16", "gpu") == f"{name} + XLA"
-    assert KINDS["kerascv"].label_in("bfloat16") == "KerasCV + XLA"
-    assert job(engine=OURS, precision="bfloat16").label == "sd_tf SavedModels + graph kernels"
-
-
-def test_apart_says_what_failed():
-    with pytest.raises(BenchError, match=r"sqrt: TypeError: "):
-        apart(math.sqrt, "x")
-    assert apart(math.sqrt, 4.0) == 2.0
-
-
-def test_apart_ends_with_its_caller():
-    code = "import time; from sd_tf.bench.peers import apart; apart(time.sleep, 600)"
-    caller = subprocess.Popen([sys.executable, "-c", code])
-    end = time.monotonic() + 60
-    while len(started := descendants(caller.pid)) < 2:  # Python starts a helper of its own, too
-        assert caller.poll() is None and time.monotonic() < end
-        time.sleep(0.1)
-    caller.kill()
-    caller.wait()
-    while left := [pid for pid in started if command_line(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
-
-
-def test_what_was_made_is_used_again(tmp_path):
-    made = []
-
-    def make():
-        made.append(1)
-        (tmp_path / "folder").mkdir()
-
-    for content, count in (("a", 1), ("a", 1), ("b", 2)):
-        folders._once(tmp_path / "folder", content, make)
-        assert len(made) == count
-
-
-def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
-    with pytest.raises(BenchError, match=r"openvino is not installed\."):
-        folders.convert(tmp_path, tmp_path / "openvino")
-
-
-# Scaling
-
-
-def test_points():
-    cross = [(p.batch, p.size) for p in scaling.points((2, 1), (256, 64, 128), "cross")]
-    assert cross == [(1, 64), (1, 128), (1, 256), (2, 64)]
-    assert len(scaling.points((1, 2), (64, 128, 256), "full")) == 6
-    for arguments, message in (
-        (((0,), (64,)), "`batches` are at least 1. Received: 0"),
-        (((1,), (65,)), "`sizes` are positive multiples of 8. Received: 65"),
-    ):
-        with pytest.raises(BenchError, match=message):
-            scaling.points(*arguments, "full")
-
-
-def test_steps_of_scaling(capsys):
-    assert main(["bench", "scaling", "--steps=20"]) == 1
-    assert "--steps is 1 to 19. Received: 20" in capsys.readouterr().err
-    assert main(["bench", "scaling", "--rounds=0"]) == 1
-    assert "--rounds is at least 1. Received: 0" in capsys.readouterr().err
-
-
-def test_extrapolated():
-    """By the medians of the turns, of which one was disturbed."""
-    pairs = [(2.0, 3.0), (2.2, 9.0), (1.9, 2.7)]
-    found = scaling.extrapolated(4, pairs, steps=2)
-    step = found["step_seconds"]
-    np.testing.assert_allclose(step["values"], [0.5, 3.4, 0.4])
-    assert (step["median"], step["max"]) == (0.5, 3.4)
-    np.testing.assert_allclose(found["full_seconds"], 2.0 + 19 * 0.5)
-    np.testing.assert_allclose(found["images_per_second"], 4 / 11.5)
-    with pytest.raises(BenchError, match=r"of 3 steps takes longer .*: 0\.300 s and 0\.310 s"):
-        scaling.extrapolated(1, [(0.31, 0.3), (0.31, 0.3), (0.2, 0.4)], steps=2)
-
-
-@pytest.mark.long
-def test_scaling(tmp_path, capsys):
-    flags = [f"--checkpoint={micro_folder()}", f"--work={tmp_path}/work", f"--out={tmp_path}"]
-    flags += ["--batches=2", "--sizes=16", "--steps=10", "--rounds=2"]
-    assert main(["bench", "scaling", *flags]) == 0
-    content = json.loads((tmp_path / "scaling.json").read_text(encoding="utf-8"))
-    assert content["checkpoint"] == micro_folder().name and str(tmp_path) not in str(content)
-    [point] = content["points"]
-    assert (point["batch"], point["size"]) == (2, 16)
-    short, long = (np.array(point[f"{name}_seconds"]["values"]) for name in ("short", "long"))
-    assert len(short) == len(long) == 2
-    expected = 2 / (np.median(short) + 19 * np.median(long - short) / 10)
-    np.testing.assert_allclose(point["images_per_second"], expected)
-    assert not (tmp_path / "work" / "exports" / "scaling").exists()
-    assert "20 steps, extrapolated from 1 and 11, medians of 2 turns" in capsys.readouterr().out
-    content["points"] += [{**point, "batch": 4}, {**point, "size": 32}]
-    shown = text_of(scaling.page(content))
-    assert "pictures in a batch" in shown and "pixels of a picture" in shown
