@@ -44,7 +44,7 @@ class Handle:
 def handles(folder: Path) -> dict[str, Handle]:
     """Of an export's models, without XLA; once for the process."""
     return {
-        name: Handle(ModelReplica(str(folder), name, False, None, None, False, 60.0))
+        name: Handle(ModelReplica(str(folder), name, False, None, None, False, 60.0, "f"))
         for name in Manifest.read(folder).parts
     }
 

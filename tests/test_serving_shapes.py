@@ -133,11 +133,11 @@ def test_only_the_chosen_shapes_are_warmed_up(monkeypatch):
         Servable, "run", lambda self, name, inputs: called.append(name) or run(self, name, inputs)
     )
     chosen = (Shape(1, 16, 24),)
-    replica = ModelReplica(str(shaped_export()), "decoder", False, None, chosen, False, 60.0)
+    replica = ModelReplica(str(shaped_export()), "decoder", False, None, chosen, False, 60.0, "f")
     assert asyncio.run(replica.ready()) == "decoder"
     assert called and all(name.endswith("_1x16x24") for name in called)
     called.clear()
-    ModelReplica(str(shaped_export()), "diffusion_model", False, None, chosen, False, 60.0)
+    ModelReplica(str(shaped_export()), "diffusion_model", False, None, chosen, False, 60.0, "f")
     names = {name.removeprefix("plain_").removesuffix("_1x16x24") for name in called}
     assert names == {"noise", "begin", "begin_image", "segment"}
 

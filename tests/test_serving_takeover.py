@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ray
 from ray.exceptions import RayActorError
 from tensorflow_serving.apis import get_model_status_pb2, predict_pb2
 
@@ -40,9 +39,7 @@ UNAVAILABLE = 14  # gRPC's code
 
 
 def on_ray(monkeypatch, reserved):
-    context = SimpleNamespace(
-        get_accelerator_ids=lambda: {"GPU": reserved}, gcs_address="127.0.0.1:6379"
-    )
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": reserved})
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
 
@@ -88,7 +85,7 @@ class Handle:
 
 
 def replica(folder, component="text_encoder", keep_old=60.0):
-    return ModelReplica(str(folder), component, False, None, None, False, keep_old)
+    return ModelReplica(str(folder), component, False, None, None, False, keep_old, "abc")
 
 
 def everywhere(folder, handle):
@@ -166,7 +163,7 @@ def test_an_export_that_fails_in_one_component_changes_nothing(folder, monkeypat
 def test_a_replica_that_dies_while_it_loads(folder, monkeypatch, deaths):
     """The others load once; only where its successors die, too, does the change fail."""
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    lost = []
+    lost, first = [], export_digest(folder)
 
     class Dying(Handle):
         def broadcast(self, method, *arguments):
@@ -174,7 +171,7 @@ def test_a_replica_that_dies_while_it_loads(folder, monkeypatch, deaths):
 
             async def results(return_exceptions=False):
                 found = await response.results_async(return_exceptions)
-                if method == "load" and len(lost) < deaths:
+                if method == "load" and arguments != (first,) and len(lost) < deaths:
                     lost.append(method)
                     raise RayActorError
                 return found
@@ -192,11 +189,11 @@ def test_a_replica_that_dies_while_it_loads(folder, monkeypatch, deaths):
         model._load = load
         taking = Takeover(folder, everywhere(folder, Dying(model)), lambda *_: None)
         await taking.begin()
-        old, new = taking.served.digest, change(folder, 1)
+        new = change(folder, 1)
         if deaths > RETRIES:
             with pytest.raises(TakeoverError, match="so the one before it is: RayActorError"):
                 await taking.change()
-            assert taking.served.digest == old and len(lost) == RETRIES + 1
+            assert taking.served.digest == first and len(lost) == RETRIES + 1
         else:
             await taking.change()
             assert taking.served.digest == new and len(lost) == deaths
@@ -215,7 +212,7 @@ def test_a_damaged_export_is_refused_before_any_replica_loads_it(folder):
         (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
         with pytest.raises(TakeoverError, match=r"saved_model.pb of decoder has 0 bytes"):
             await taking.change()
-        assert [call for call in model.calls if call[0] == "load"] == []
+        assert {call for call in model.calls if call[0] == "load"} == {("load", old)}
         assert taking.served.digest == old
 
         (folder / FILE_NAME).rename(folder / "aside")  # as between two renames
@@ -257,6 +254,33 @@ def test_a_front_that_starts_on_a_damaged_export(folder):
     asyncio.run(run())
 
 
+def test_a_replica_that_starts_after_a_change(folder, monkeypatch):
+    """It begins with the one before, which others still hold, and is told what is served now."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(takeover, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def run():
+        model = Handle(replica(folder, keep_old=0.1))
+        other = replica(folder, "decoder")
+        taking = Takeover(folder, everywhere(folder, model), lambda *_: None)
+        await taking.begin()
+        old, new = taking.served.digest, change(folder, 1)
+        await taking.change()
+        model.replica.__del__()
+        model.replica = replica(folder, keep_old=0.1)
+        assert await model.replica.served() == [old]
+        clock.now = 20.0
+        await taking.change()
+        assert await model.replica.served() == [old]
+        clock.now = 40.0
+        await taking.change()
+        assert await model.replica.served() == [new]
+        await asyncio.sleep(0.3)
+        assert list(model.replica._loaded) == [new] and await other.served() == [old]
+
+    asyncio.run(run())
+
+
 def test_an_export_with_other_components(folder):
     """They are deployments, which an application has from its start."""
 
@@ -270,7 +294,8 @@ def test_an_export_with_other_components(folder):
         message = r"and the application has .*image_encoder\. Start the"
         with pytest.raises(TakeoverError, match=message):
             await taking.change()
-        assert [call for call in model.calls if call[0] == "load"] == []
+        loads = {call for call in model.calls if call[0] == "load"}
+        assert loads == {("load", taking.served.digest)}
 
         again = Takeover(folder, taking.models, lambda *_: None)
         await again.begin()  # as a front that takes the place of one that died
@@ -292,15 +317,20 @@ def test_places_for_adapters_after_fixed_weights(folder, monkeypatch):
         manifest = Manifest.read(folder)
         places = dataclasses.replace(manifest.adapters, slots=2)
         dataclasses.replace(manifest, adapters=places).write(folder)
+
+        def tried(digest):
+            return model.calls.count(("load", digest))
+
         message = r"so the one before it is: It has places for .*\. Start the application again\."
         for clock.now in (0.0, 1e6):
             with pytest.raises(TakeoverError, match=message):
                 await taking.change()
-        assert [name for name, *_ in model.calls].count("load") == 1
+        new = export_digest(folder)
+        assert tried(new) == 1
         change(folder, 1)  # another export, which is tried
         with pytest.raises(TakeoverError, match=message):
             await taking.change()
-        assert [name for name, *_ in model.calls].count("load") == 2
+        assert tried(new) == 1 and tried(export_digest(folder)) == 1
 
         again = Takeover(folder, taking.models, lambda *_: None)
         await again.begin()  # it can be opened, and the replicas cannot have it
@@ -510,6 +540,28 @@ def test_a_replica_that_starts_on_a_damaged_export(folder):
     asyncio.run(run())
 
 
+def test_held_files_that_are_damaged(folder, caplog):
+    """As by `cp` into the folder, which writes to the files that the links share."""
+
+    async def run():
+        other = replica(folder, "decoder")
+        old, new = export_digest(folder), change(folder, 1)
+        (graph,) = folder.glob("decoder/1/saved_model.pb")
+        content = graph.read_bytes()
+        graph.write_bytes(b"")
+        shutil.copytree(folder, folder.with_name("new"))
+        (folder.with_name("new") / "decoder" / "1" / "saved_model.pb").write_bytes(content)
+        shutil.rmtree(folder)
+        folder.with_name("new").rename(folder)
+        with caplog.at_level(logging.WARNING, "ray.serve"):
+            model = replica(folder)
+        assert await model.served() == [new] and await other.served() == [old]
+        assert "the export that others hold cannot be loaded: ExportError(" in caplog.text
+        assert [name.endswith(old) for name in held_of(folder)].count(True) == 1
+
+    asyncio.run(run())
+
+
 def test_a_link_to_an_export_that_is_turned(folder, tmp_path):
     """A replica that starts afterwards finds the one before, and what is in the folder."""
 
@@ -531,29 +583,29 @@ def test_a_link_to_an_export_that_is_turned(folder, tmp_path):
     asyncio.run(run())
 
 
-def test_what_a_killed_process_held_is_removed(folder, monkeypatch):
+def test_what_a_killed_process_held_is_removed(folder):
     """By the next that starts; what other applications hold stays."""
     digest = export_digest(folder)
     code = "import os, sys; from pathlib import Path; from sd_tf.serving.ray_app.held import *;"
-    code += "HeldExports(Path(sys.argv[1])).hold(sys.argv[2]); os._exit(9)"
+    code += "HeldExports(Path(sys.argv[1]), 'dead').hold(sys.argv[2]); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code, folder, digest]).returncode == 9
     (dead,) = held_of(folder)
-    theirs = HeldExports(folder)
-    monkeypatch.setattr(ray.get_runtime_context(), "gcs_address", "127.0.0.1:6380")
+    mine = folder.with_name(f".{folder.name}.served-by-me")  # a user's
+    mine.mkdir()
+    theirs, ours = HeldExports(folder, "1"), HeldExports(folder, "2")
     held = theirs.hold(digest)
-    ours = HeldExports(folder)
     assert ours.longest() is None
     sweep(folder)
-    assert held_of(folder) == [held.name] != [dead]
+    assert held_of(folder) == [held.name, mine.name] and dead not in held_of(folder)
     assert ours.hold(digest) != held
-    assert ours.longest() == theirs.longest() == digest
+    assert ours.longest() == theirs.longest() == HeldExports(folder, "1").longest() == digest
     gone = ours.hold(digest)
     ours.release(digest)
     assert held.is_dir() and not gone.exists()
     with pytest.raises(StaleError, match="no longer holds the export that was asked for"):
         ours.hold("0" * 64)
     theirs.release(digest)
-    assert held_of(folder) == []
+    assert held_of(folder) == [mine.name]
 
 
 def test_files_that_cannot_be_linked(folder, monkeypatch, caplog):
@@ -563,7 +615,7 @@ def test_files_that_cannot_be_linked(folder, monkeypatch, caplog):
         raise PermissionError(errno.EPERM, "this file system has no links")
 
     monkeypatch.setattr("os.link", refuses)
-    held, digest = HeldExports(folder), export_digest(folder)
+    held, digest = HeldExports(folder, "1"), export_digest(folder)
     with caplog.at_level(logging.WARNING, "ray.serve"):
         assert held.hold(digest) == folder
     assert "replicas that start after the export was replaced will not have it" in caplog.text

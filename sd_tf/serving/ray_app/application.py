@@ -1,6 +1,7 @@
 """The application's deployments, and how they are connected."""
 
 import dataclasses
+import uuid
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig
@@ -26,6 +27,7 @@ def build(settings: Settings):
         manifest.shapes.checked(shape)
     check_defaults(settings, manifest)
     settings = with_scales(settings, list(manifest.parts))
+    application = uuid.uuid4().hex
     models = {
         name: serve.deployment(ModelReplica, name=name)
         .options(**_options(settings.scales[name], MODEL_CALLS))
@@ -37,6 +39,7 @@ def build(settings: Settings):
             settings.warm_up,
             settings.warm_up_all,
             settings.keep_old,
+            application,
         )
         for name in manifest.parts
     }

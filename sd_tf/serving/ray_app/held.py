@@ -1,24 +1,23 @@
 """Hold the files of the exports that are loaded, for replicas that start after a replacement.
 
 An export is replaced as a whole, and its files go with it. So each replica that loads one links its
-files to a folder beside it, which takes no space of its own; the last to let go removes it.
+files to a folder beside it; the last replica to let go removes it.
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
 
-import ray
-
 from sd_tf.errors import SdTfError
 from sd_tf.runtime.manifest import FILE_NAME, file_hash
 
-MARK = ".served-"  # in the names of the folders
+MARK = ".served-"  # in the names of the folders, before the application and the export's digest
+LOCK = ".lock"  # in each folder: all that hold it have a shared lock on this file
 
 log = logging.getLogger("ray.serve")
 
@@ -28,13 +27,18 @@ class StaleError(SdTfError):
 
 
 class HeldExports:
-    """The exports of one folder that the replicas of an application have loaded on this machine."""
+    """The exports of one folder that an application's replicas hold, as one replica sees them."""
 
-    def __init__(self, export_dir: Path):
+    def __init__(self, export_dir: Path, application: str):
+        """Hold nothing yet.
+
+        Args:
+            application: hexadecimal digits that all replicas share, and no other application has.
+        """
         self.export_dir = export_dir
-        self._target = Path(os.path.abspath(export_dir))  # a link may lead elsewhere later
-        self._stem = f".{self._target.name}{MARK}{_application()}-"
-        self._held: dict[str, int] = {}  # digest → descriptor of its folder, with a shared lock
+        self._target = _absolute(export_dir)
+        self._stem = f".{self._target.name}{MARK}{application}-"
+        self._held: dict[str, int] = {}  # digest → descriptor of the lock file
 
     def hold(self, digest: str) -> Path:
         """Return a folder with an export's files, which stay until `release`.
@@ -42,7 +46,7 @@ class HeldExports:
         Where files cannot be linked, it is the export's own folder, in which they may be replaced.
 
         Raises:
-            StaleError: no replica here has the export, and it is not in the folder.
+            StaleError: no replica holds the export, and it is not in the folder.
         """
         place = self._place(digest)
         while digest not in self._held:
@@ -70,13 +74,14 @@ class HeldExports:
     def longest(self) -> str | None:
         """Return the digest of the export that replicas have held the longest, if there is one.
 
-        It is the one that is served, or was until a moment ago, and no candidate for that.
+        It is the one that is served, or was until a moment ago, and never a candidate.
         """
         made = {}
-        for place in _beside(self._target, self._stem):
-            with contextlib.suppress(OSError):  # it is being removed
-                if _is_held(place):
-                    made[place.stat().st_ctime_ns] = place.name.removeprefix(self._stem)
+        for place in _beside(self._target):
+            digest = place.name.removeprefix(self._stem)
+            with contextlib.suppress(OSError):  # it is being made or removed
+                if place == self._place(digest) and _is_held(place):
+                    made[place.stat().st_ctime_ns] = digest
         return made[min(made)] if made else None
 
     def _place(self, digest: str) -> Path:
@@ -84,34 +89,30 @@ class HeldExports:
 
     def _link(self, digest: str, before: tuple[int, ...]) -> None:
         """Make the folder of links and hold it, unless another replica is quicker."""
-
-        def link(source: str, target: str) -> None:
-            copies = os.path.basename(source) == FILE_NAME  # which may be written to in its place
-            (shutil.copy2 if copies else os.link)(source, target)
-
-        part = self._target.with_name(f".{self._target.name}{MARK}{uuid.uuid4().hex}")
+        part = _unused(self._target)
         part.mkdir()
-        descriptor = os.open(part, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(part / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # and no `sweep` removes it
-            shutil.copytree(self.export_dir, part, copy_function=link, dirs_exist_ok=True)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError:  # there are no locks here
+            os.close(descriptor)
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        try:
+            if not _is_at(descriptor, part):  # somebody's `sweep` came before the lock
+                return
+            _link_files(self.export_dir, part)
             check_state(self.export_dir, digest, before)
-            os.rename(part, self._place(digest))
-            self._held[digest], descriptor = descriptor, None
-        except OSError as problem:
-            if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
+            with contextlib.suppress(FileExistsError):
+                _rename(part, self._place(digest))
+                self._held[digest], descriptor = descriptor, None
         finally:
             if descriptor is not None:
-                shutil.rmtree(part, ignore_errors=True)
-                os.close(descriptor)
+                _remove_unless_held(part, descriptor)
 
 
 def state_of(folder: Path, digest: str) -> tuple[int, ...]:
-    """Return what another export changes that comes to a folder and goes while it is read.
-
-    It could leave its weights.
-    """
+    """Return what differs once another export, which may have been read, was in the folder."""
     if not (folder / FILE_NAME).is_file() or export_digest(folder) != digest:
         raise StaleError(f"{folder} no longer holds the export that was asked for.")
     return place_of(folder)
@@ -136,60 +137,98 @@ def place_of(folder: Path) -> tuple[int, ...]:
 
 def sweep(export_dir: Path) -> None:
     """Remove what processes that were killed have left of a folder's exports."""
-    target = Path(os.path.abspath(export_dir))
-    for place in _beside(target, f".{target.name}{MARK}"):
-        with contextlib.suppress(OSError):  # another process removes it
-            _remove_unless_held(place, os.open(place, os.O_RDONLY | os.O_DIRECTORY))
+    for place in _beside(_absolute(export_dir)):
+        with contextlib.suppress(OSError):  # it is being made or removed
+            _remove_unless_held(place, os.open(place / LOCK, os.O_RDWR))
 
 
-def _application() -> str:
-    """Return what tells the processes of this application from others on the machine."""
-    on_ray = ray.is_initialized()
-    name = ray.get_runtime_context().gcs_address if on_ray else f"process-{os.getpid()}"
-    return name.replace(":", "-")
+def _absolute(export_dir: Path) -> Path:
+    """Return the absolute path of a folder. A link stays one: it may lead elsewhere later."""
+    return Path(os.path.abspath(export_dir))
 
 
-def _beside(target: Path, stem: str) -> list[Path]:
+def _unused(target: Path) -> Path:
+    """Name a folder that is being made or removed, which `sweep` knows."""
+    return target.with_name(f".{target.name}{MARK}{uuid.uuid4().hex}")
+
+
+def _beside(target: Path) -> list[Path]:
+    """Return the folders with links to a folder's exports."""
+    pattern = re.compile(re.escape(f".{target.name}{MARK}") + "[0-9a-f]+(-[0-9a-f]{64})?")
     try:
-        return [path for path in target.parent.iterdir() if path.name.startswith(stem)]
+        return [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
     except OSError:  # it may not be listed, nor written to
         return []
+
+
+def _link_files(source: Path, target: Path) -> None:
+    for folder, _, names in os.walk(source, followlinks=True):
+        made = target / Path(folder).relative_to(source)
+        made.mkdir(exist_ok=True)
+        for name in names:
+            path = os.path.realpath(os.path.join(folder, name))
+            copies = name == FILE_NAME  # it may be written to in its place
+            (shutil.copyfile if copies else os.link)(path, made / name)
+
+
+def _rename(folder: Path, place: Path) -> None:
+    try:
+        os.rename(folder, place)
+    except OSError:
+        if place.exists():  # the system has two numbers for it
+            raise FileExistsError(place) from None
+        raise
 
 
 def _joined(place: Path) -> int | None:
     """Return a descriptor with a shared lock on a folder, or None where there is no such folder."""
     try:
-        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(place / LOCK, os.O_RDWR)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if os.path.samestat(os.fstat(descriptor), place.stat()):
+        if _is_at(descriptor, place):  # and was not removed meanwhile
             return descriptor
-    except OSError:  # removed meanwhile
-        pass
     os.close(descriptor)
     return None
 
 
-def _is_held(place: Path) -> bool:
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+def _is_at(descriptor: int, place: Path) -> bool:
+    """Return whether an open lock file is still that of a folder."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), (place / LOCK).stat())
+    except OSError:
         return False
-    except BlockingIOError:
-        return True
+
+
+def _is_held(place: Path) -> bool:
+    descriptor = os.open(place / LOCK, os.O_RDWR)
+    try:
+        return not _locked(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock a file for oneself alone; return False where somebody else has a lock on it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_unless_held(place: Path, descriptor: int) -> None:
-    """Remove a folder if nobody else has a lock on it, and close the descriptor."""
+    """Remove a folder unless somebody else has a lock on it, and close its lock file."""
+    gone = _unused(place.with_name(place.name[1:].rsplit(MARK, 1)[0]))
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), place.stat()):
-            shutil.rmtree(place, ignore_errors=True)
-    except OSError:  # somebody holds it, or has removed it
-        pass
+        if _locked(descriptor) and _is_at(descriptor, place):
+            os.rename(place, gone)  # so that nobody joins what is half removed
+    except OSError as problem:
+        log.warning("%s cannot be removed: %s", place, problem)
     finally:
         os.close(descriptor)
+    shutil.rmtree(gone, ignore_errors=True)
+    if gone.exists():
+        log.warning("%s cannot be removed", gone)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from sd_tf.serving.ray_app.held import (
 LOOP = "diffusion_model"  # has signatures that take long to compile and that only clients call
 LONGEST_RUN = 3600.0  # seconds that a device may work at one call: the most of a call's `timeout`
 
+log = logging.getLogger("ray.serve")
+
 
 class RestartError(SdTfError):
     """An export that the application cannot serve before it is started again."""
@@ -48,7 +51,13 @@ class ModelReplica:
         warm_up: Sequence[Shape] | None,
         warm_up_all: bool,
         keep_old: float,
+        application: str,
     ):
+        """Load the export that the application serves, or is to serve.
+
+        Args:
+            application: see `HeldExports`.
+        """
         self._loaded: dict[str, Any] = {}  # digest of an export → its Servable
         see_reserved_gpus()
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -60,20 +69,29 @@ class ModelReplica:
         self.jit_compile, self.keep_old = jit_compile, keep_old
         self.warm_up, self.warm_up_all = warm_up, warm_up_all
         sweep(self.folder)
-        self._held = HeldExports(self.folder)
+        self._held = HeldExports(self.folder, application)
         self._descriptions: dict[str, dict[str, bytes]] = {}  # digest → see `description_of`
         self._releases: dict[str, asyncio.TimerHandle] = {}  # of exports that are served no more
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1)  # a device does one thing at a time
         self._begun: float | None = None  # when that thing was begun
-        # The folder may have one by now that cannot be served, or is not served yet.
-        digest = self._held.longest() or export_digest(self.folder)
-        self._loaded[digest] = self._load(digest)
+        self._load_first()
 
     def __del__(self) -> None:
         """Let go of what is held; Ray calls this before it ends the process."""
         for digest in self._loaded:
             self._held.release(digest)
+
+    def _load_first(self) -> None:
+        """Load the export that is served: the folder may have one that cannot be, or is not yet."""
+        if (digest := self._held.longest()) is not None:
+            try:
+                self._loaded[digest] = self._load(digest)
+                return
+            except Exception as error:  # of any kind: its files may be damaged, too
+                log.warning("the export that others hold cannot be loaded: %r", error)
+        digest = export_digest(self.folder)
+        self._loaded[digest] = self._load(digest)
 
     async def load(self, digest: str) -> None:
         """Load and warm up the export with this digest, beside those that are served."""
@@ -137,14 +155,14 @@ class ModelReplica:
         return [digest for digest in self._loaded if digest not in self._releases]
 
     async def description(self, digest: str) -> dict[str, bytes]:
-        """Return what a front needs of a loaded export, which the folder may hold no more."""
+        """Return what a front needs of an export, which the folder may no longer hold."""
+        await self._need(digest)
         return self._descriptions[digest]
 
     async def _need(self, digest: str) -> None:
         """Load an export that is served, if this replica was not there when the others did."""
         if digest not in self._loaded:
             await self.load(digest)
-            await self.keep(digest)
 
     async def _server(self, digest: str):
         from sd_tf.serving.tf_serving.predict import ModelServer

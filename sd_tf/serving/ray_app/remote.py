@@ -22,7 +22,7 @@ async def ask(handle, method: str, *arguments):
 
 
 async def ask_all(handle, method: str, *arguments) -> list:
-    """Call every replica; if one dies, call all again, which must not repeat what they did."""
+    """Call every replica; if one dies, call all again, so the method must be safe to repeat."""
     return await _unless_lost(lambda: handle.broadcast(method, *arguments).results_async())
 
 

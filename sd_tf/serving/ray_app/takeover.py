@@ -19,6 +19,7 @@ from sd_tf.serving.ray_app.models import RestartError, version_of
 from sd_tf.serving.ray_app.remote import LOST, ask, ask_all
 
 ASK_WITHIN = 10.0  # seconds that the replicas have to tell what they serve
+AGREE_EVERY = 30.0  # seconds, after which replicas that started since are told what is served
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0  # seconds before an export that failed is tried again
 
 log = logging.getLogger("ray.serve")
@@ -70,6 +71,7 @@ class Takeover:
         self.folder, self.models, self.runner = folder, models, runner
         self.served: Served
         self._changing = asyncio.Lock()
+        self._agreed = -math.inf  # when all replicas were told what is served
         self._failed: Failure | None = None
 
     async def begin(self) -> None:
@@ -92,6 +94,8 @@ class Takeover:
             digest, place = await asyncio.to_thread(self._seen)
             if digest == self.served.digest:
                 self._failed = None
+                if time.monotonic() - self._agreed > AGREE_EVERY:
+                    await self._agree()
                 return
             before = self._failed
             if before is not None and (before.digest, before.place) != (digest, place):
@@ -112,10 +116,10 @@ class Takeover:
                 )
                 again = time.monotonic() + pause
                 self._failed = Failure(digest, place, message, pause, again)
-                await self._keep(self.served.digest)
+                await self._agree()
                 raise TakeoverError(message) from error
             self.served, self._failed = served, None
-            await self._keep(digest)
+            await self._agree()
             log.info("serving the export %s as version %d", digest, served.version)
 
     async def _as_replicas(self) -> Served | None:
@@ -170,13 +174,18 @@ class Takeover:
         chain = Chain(manifest, [self.runner(manifest, digest)], tokenizers, 0.0)
         return Served(digest, manifest, chain)
 
-    async def _keep(self, digest: str) -> None:
-        """Have every replica release all other exports, when calls with them have ended."""
+    async def _agree(self) -> None:
+        """Have every replica load what is served, and release all else when calls with it ended.
+
+        Some have not loaded it: those that started while another export was served, or held.
+        """
         for component, handle in self.models.items():
             try:
-                await handle.broadcast("keep", digest).results_async()
-            except Exception as error:  # a replica that died has nothing to release
-                log.warning("%s could not be told what to keep: %s", component, said(error))
+                await ask_all(handle, "load", self.served.digest)
+                await ask_all(handle, "keep", self.served.digest)
+            except Exception as error:  # of any kind: it is tried again
+                log.warning("%s could not be told what is served: %s", component, said(error))
+        self._agreed = time.monotonic()
 
 
 async def _served_by(handle) -> list[list[str]]:
