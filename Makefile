@@ -82,7 +82,9 @@ test:
 	    $(MAKE) --jobs=2 --output-sync=target test-first test-serving test-second test-full-size \
 	    test-parity test-jax test-jax-parity
 
-SERVING := $(wildcard tests/test_serving*.py tests/test_tf_serving.py)
+# Last what begins with an export that the first group's beginning makes, too.
+SHARED := tests/test_serving_adapters.py
+SERVING := $(filter-out $(SHARED),$(wildcard tests/test_serving*.py tests/test_tf_serving.py)) $(SHARED)
 
 check test-%: export TF_CPP_MIN_LOG_LEVEL ?= 2
 check test-first test-serving test-second test-parity test-full-size test-long: export KERAS_BACKEND = tensorflow

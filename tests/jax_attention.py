@@ -6,12 +6,14 @@ FILE (.npz) has q, k, v and the number of heads; it gets the outputs by the size
 import os
 import sys
 
+from tests.jax_many import xla_flags
+
 MODEL_AXES = (1, 2, 4)
 
 
 def main(path: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    os.environ["XLA_FLAGS"] = xla_flags(4)
     import jax
     import numpy as np
 

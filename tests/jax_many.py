@@ -13,9 +13,15 @@ from pathlib import Path
 DEVICES = 8
 
 
+def xla_flags(devices: int) -> str:
+    """Return XLA's flags in the environment, and that a CPU is to be so many devices."""
+    found = os.environ.get("XLA_FLAGS", "")
+    return f"{found} --xla_force_host_platform_device_count={devices}"
+
+
 def setup(devices: int) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = xla_flags(devices)
 
 
 PROMPTS = ["a red star", "two cats", "", "a boat", "the letter w", "a ring", "rain", "a red star"]

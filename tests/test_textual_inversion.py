@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import CLIPTokenizer
 
 from sd_tf.cli.main import main
+from sd_tf.config.rewrites import REWRITES
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, Manifest, file_hash
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.psnr import psnr
@@ -18,7 +19,8 @@ from tests.embeddings import vectors, write
 from tests.exports import micro_export, micro_folder, pipeline_of
 
 WIDTH = 16
-SIZE = ("--batch_size=2", "--height=16", "--width=16", "--max_steps=2")
+AS_WRITTEN = f"--disable_rewrites={','.join(REWRITES)}"  # nothing is compiled here
+SIZE = ("--batch_size=2", "--height=16", "--width=16", "--max_steps=2", AS_WRITTEN)
 DRAW = {"num_steps": 2, "seed": 3, "scheduler": "ddim"}
 
 

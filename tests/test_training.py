@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "prediction", [pytest.param("epsilon", marks=pytest.mark.backend), "v_prediction"]
+    "prediction", [pytest.param("epsilon", marks=pytest.mark.backend(long=True)), "v_prediction"]
 )
 def test_loss_and_gradients_equal_pytorchs(small_pipelines, prediction):
     pipeline, folder = small_pipelines("sd1")
@@ -97,7 +97,7 @@ def test_min_snr_weights(small_pipelines, prediction):
     np.testing.assert_allclose(abar(schedule), pipeline.scheduler.alphas_cumprod, rtol=1e-5)
 
 
-@pytest.mark.backend
+@pytest.mark.backend(long=True)
 def test_reading_is_pytorchs_cross_entropy():
     """Over what stands from a caption's end on; and the text encoder learns from it."""
     rng = np.random.default_rng(0)

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.backend
 BRANCH = 1
 # With one layer to a resolution, all of the first are shallow; with two, the last way up has a deep
 # one.
-CASES = [("sd1", 2), ("sdxl-base", 1)]
+CASES = [("sd1", 2), pytest.param(("sdxl-base", 1), marks=pytest.mark.long)]
 if keras.backend.backend() == "jax":  # one of them: the other is the same program with more inputs
     del CASES[1:]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[name for name, _ in CASES])
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
 def pair(request, tmp_path_factory):
     family, layers = request.param
     pipeline = peers.random_pipeline(family, layers_per_block=layers)

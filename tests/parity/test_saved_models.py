@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from sd_tf.config.rewrites import REWRITES
 from sd_tf.export import ExportOptions, export
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError
 from sd_tf.runtime.pipeline import Pipeline
@@ -40,8 +41,8 @@ def test_sizes_that_are_refused(small_pipelines, tmp_path, size):
 
 
 VARIANTS = {
-    "base": {},
-    "batch 3": {"batch_size": 3, "jit_compile_text_encoder": True},
+    "base": {"disabled_rewrites": REWRITES},
+    "batch 3": {"batch_size": 3, "jit_compile_text_encoder": True, "disabled_rewrites": REWRITES},
     "bfloat16": {"precision": "bfloat16"},
     "float16": {"precision": "float16"},
 }
