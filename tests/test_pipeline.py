@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow as tf
 from PIL import Image
 
 from sd_tf.cli.main import main
+from sd_tf.runtime.capabilities import MIXING
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
@@ -323,6 +325,16 @@ def test_missing_components(exported, tmp_path):
 
 
 # The command
+
+
+def test_which_exports_draw_the_negative_prompt_below_a_guidance_of_1(exported):
+    """SD3 draws the prompt alone, Flux is told the scale, and without guidance nothing is scaled."""
+    manifest = Manifest.read(exported)
+    others = (
+        replace(manifest, default_sampler="flow_euler"),
+        replace(manifest, guidance="none"),
+    )
+    assert MIXING.holds(manifest) and not any(map(MIXING.holds, others))
 
 
 def test_generate_and_repeat(load_once, exported, tmp_path, capsys):

@@ -14,7 +14,7 @@ from sd_tf.cli.parameters import add_parameters, given
 from sd_tf.cli.progress import Progress
 from sd_tf.files import atomic
 from sd_tf.runtime.call import Call
-from sd_tf.runtime.capabilities import GUIDED
+from sd_tf.runtime.capabilities import MIXING
 from sd_tf.runtime.chain import Chain
 from sd_tf.runtime.parameter import Parameter
 from sd_tf.runtime.pictures import PictureError, contact_sheet
@@ -100,7 +100,7 @@ def draw(chain: Chain, wanted: dict[str, Any], folder: Path, progress: bool = Tr
     An error or Ctrl+C leaves the saved pictures in place, and the missing ones are listed.
     """
     each = read_request(chain.manifest, Call.of(**wanted)).each
-    if GUIDED.holds(chain.manifest) and 0 <= each[0].guidance_scale < 1:
+    if MIXING.holds(chain.manifest) and 0 <= each[0].guidance_scale < 1:
         print(LITTLE_GUIDANCE.format(each[0].guidance_scale), file=sys.stderr)
     batches, images, timings = chain.manifest.shapes.divided(len(each)), [], Counter()
     folder.mkdir(parents=True, exist_ok=True)

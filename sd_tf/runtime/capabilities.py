@@ -1,5 +1,6 @@
 """What an export can do: the conditions by which it takes, needs or offers a call's parameters."""
 
+from sd_tf.config import SAMPLERS
 from sd_tf.runtime.image_prompts import VISION_ENCODER
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.parameter import Condition, Per
@@ -60,6 +61,10 @@ IP_ADAPTERS = Per(
     most=lambda manifest: manifest.image_prompts.most,
 )
 GUIDED = Condition("exports with guidance", lambda manifest: manifest.guidance == "classifier_free")
+MIXING = Condition(
+    "exports that draw between the prompt and the negative prompt",
+    lambda manifest: GUIDED.holds(manifest) and not SAMPLERS[manifest.default_sampler].is_flow,
+)
 TRULY_GUIDED = Condition(
     "Flux exports with guidance by a negative prompt",
     lambda manifest: "true_guidance_scale" in manifest.further_scales,
