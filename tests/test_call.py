@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from sd_tf.runtime.kinds import Kind
 from sd_tf.runtime.manifest import ComponentRecord, ExportError, Manifest, SchedulerRecord
 from sd_tf.runtime.needed_pictures import blank_pictures
 from sd_tf.runtime.parameter import CallError, Parameter
+from sd_tf.runtime.parameters import Parameters
 from sd_tf.runtime.request import read_request
 from sd_tf.runtime.reuse import NO_REUSE, ReuseRecord
 from sd_tf.runtime.shapes import Shapes
@@ -409,3 +411,11 @@ def test_a_field_more_arrives_everywhere(tmp_path):
         "table": [1.5],
         "png": 1.5,
     }
+
+
+def test_the_table_of_all_parameters_names_each():
+    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+    table = page.partition("## The parameters of a call")[2].partition("## Sizes")[0]
+    columns = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)`", "".join(columns))
+    assert named == [field.name for field in dataclasses.fields(Parameters) if field.name != "_"]

@@ -328,7 +328,7 @@ def test_missing_components(exported, tmp_path):
 
 
 def test_which_exports_draw_the_negative_prompt_below_a_guidance_of_1(exported):
-    """SD3 draws the prompt alone, Flux is told the scale, and without guidance nothing is scaled."""
+    """SD3 draws the prompt alone, Flux is told the scale, and without guidance there is none."""
     manifest = Manifest.read(exported)
     others = (
         replace(manifest, default_sampler="flow_euler"),
