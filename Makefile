@@ -48,7 +48,7 @@ serve: $(VENV)/serve.stamp
 	$(BIN)/sd-tf serve ray --export_dir exports/tiny --num_steps 20 \
 	    --guidance_scale 4 --examples docs/tiny_prompts.txt
 
-# A random SD1.5, ours beside KerasCV, PyTorch, OpenVINO and JAX: an hour on 2 cores, 20 GB.
+# A random SD1.5, ours beside KerasCV, PyTorch, OpenVINO and JAX: an hour on 2 cores with AVX-512, 20 GB.
 bench-peers: $(VENV)/bench.stamp
 	$(BIN)/sd-tf bench peers --out out/peers/report
 	$(BIN)/sd-tf bench starts --export_dir out/peers/exports/512-float32 --num_steps 1 \

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def test_a_worker_that_is_told_to_end(tmp_path):
     process._process.terminate()
     with process, pytest.raises(BenchError, match="ended with status -15"):
         process.ask("load")
+
+
+def test_a_worker_whose_caller_ends(tmp_path):
+    """It ends while it works: what it would answer nobody reads, and a call may take minutes."""
+    process = Process(job(), tmp_path / "log.txt")._process
+    answer, _ = process.communicate(json.dumps({"do": "load"}) + "\n", timeout=60)
+    assert process.returncode == 0 and answer == ""
 
 
 def test_environment(monkeypatch):

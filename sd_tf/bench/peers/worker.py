@@ -1,15 +1,17 @@
 """`python -m sd_tf.bench.peers.worker JOB`: load one engine and answer requests, line by line.
 
 A request is a line {"do": …}; the reply is its result or {"kind": …, "error": …}, the class and the
-message of an error. The worker ends at the end of its input. Output of libraries goes to the log,
-which is this process's error output.
+message of an error. The worker ends at the end of its input, also while it works. Output of
+libraries goes to the log, which is this process's error output.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import queue
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -24,9 +26,17 @@ def main(argument: str) -> None:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         with contextlib.suppress(OSError):  # out of memory, the kernel kills this process first
             Path("/proc/self/oom_score_adj").write_text("900", encoding="utf-8")
-        worker = Worker(Job(**json.loads(argument)))
-        for line in sys.stdin:
-            print(json.dumps(worker.answer(json.loads(line))), file=replies, flush=True)
+        worker, lines = Worker(Job(**json.loads(argument))), queue.SimpleQueue()
+        threading.Thread(target=_read, args=(lines,), daemon=True).start()
+        while True:
+            print(json.dumps(worker.answer(json.loads(lines.get()))), file=replies, flush=True)
+
+
+def _read(lines: queue.SimpleQueue) -> None:
+    """Hand over each request; end the process with the last, for its caller is gone."""
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
 
 
 class Worker:
