@@ -255,7 +255,7 @@ def test_a_front_that_starts_on_a_damaged_export(folder):
 
 
 def test_a_replica_that_starts_after_a_change(folder, monkeypatch):
-    """It begins with the one before, which others still hold, and is told what is served now."""
+    """It begins with what was marked as served; otherwise it is told."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(takeover, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
@@ -266,8 +266,10 @@ def test_a_replica_that_starts_after_a_change(folder, monkeypatch):
         await taking.begin()
         old, new = taking.served.digest, change(folder, 1)
         await taking.change()
-        model.replica.__del__()
-        model.replica = replica(folder, keep_old=0.1)
+        assert await replica(folder, "decoder").served() == [new]  # though `other` has the old one
+        with monkeypatch.context() as patch:
+            patch.setattr(HeldExports, "served", lambda _: old)
+            model.replica = replica(folder, keep_old=0.1)  # as one that was starting just then
         assert await model.replica.served() == [old]
         clock.now = 20.0
         await taking.change()
@@ -277,6 +279,42 @@ def test_a_replica_that_starts_after_a_change(folder, monkeypatch):
         assert await model.replica.served() == [new]
         await asyncio.sleep(0.3)
         assert list(model.replica._loaded) == [new] and await other.served() == [old]
+
+    asyncio.run(run())
+
+
+def test_a_front_that_starts_where_the_replicas_differ(folder):
+    """It draws with what is in the folder, or else with what each component has in a replica."""
+
+    class Two(Handle):
+        def __init__(self, *replicas):
+            super().__init__(replicas[0])
+            self.replicas = replicas
+
+        def broadcast(self, method, *arguments):
+            async def results(return_exceptions=False):
+                return [await getattr(one, method)(*arguments) for one in self.replicas]
+
+            return SimpleNamespace(results_async=results)
+
+    async def run():
+        old, first, second = export_digest(folder), replica(folder), replica(folder)
+        new = change(folder, 1)
+        await second.load(new)
+        await second.keep(new)
+        assert [await one.served() for one in (first, second)] == [[old], [new]]
+        models = {**everywhere(folder, Two(first, second)), "decoder": Handle(first)}
+        taking = Takeover(folder, models, lambda *_: None)
+        await taking.begin()
+        assert taking.served.digest == new
+
+        (folder / "decoder" / "1" / "saved_model.pb").write_bytes(b"")
+        await taking.begin()
+        assert taking.served.digest == old
+        models["decoder"] = Handle(second)
+        models["text_encoder"] = Handle(first)
+        with pytest.raises(ExportError, match=r"saved_model.pb of decoder has 0 bytes"):
+            await taking.begin()
 
     asyncio.run(run())
 
@@ -594,11 +632,11 @@ def test_what_a_killed_process_held_is_removed(folder):
     mine.mkdir()
     theirs, ours = HeldExports(folder, "1"), HeldExports(folder, "2")
     held = theirs.hold(digest)
-    assert ours.longest() is None
+    assert ours.served() is None
     sweep(folder)
     assert held_of(folder) == [held.name, mine.name] and dead not in held_of(folder)
     assert ours.hold(digest) != held
-    assert ours.longest() == theirs.longest() == HeldExports(folder, "1").longest() == digest
+    assert ours.served() == theirs.served() == HeldExports(folder, "1").served() == digest
     gone = ours.hold(digest)
     ours.release(digest)
     assert held.is_dir() and not gone.exists()
@@ -620,7 +658,7 @@ def test_files_that_cannot_be_linked(folder, monkeypatch, caplog):
         assert held.hold(digest) == folder
     assert "replicas that start after the export was replaced will not have it" in caplog.text
     assert "this file system has no links" in caplog.text
-    assert held_of(folder) == [] and held.longest() is None
+    assert held_of(folder) == [] and held.served() is None
     held.release(digest)  # nothing is held
 
 

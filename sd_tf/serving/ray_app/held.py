@@ -17,7 +17,7 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.manifest import FILE_NAME, file_hash
 
 MARK = ".served-"  # in the names of the folders, before the application and the export's digest
-LOCK = ".lock"  # in each folder: all that hold it have a shared lock on this file
+LOCK = ".lock"  # in each folder: who holds it has a shared lock on this file; see also `mark`
 
 log = logging.getLogger("ray.serve")
 
@@ -71,18 +71,24 @@ class HeldExports:
         if (descriptor := self._held.pop(digest, None)) is not None:
             _remove_unless_held(self._place(digest), descriptor)
 
-    def longest(self) -> str | None:
-        """Return the digest of the export that replicas have held the longest, if there is one.
+    def mark(self, digest: str) -> None:
+        """Say that a held export is the one that is served, for replicas that start later."""
+        if (descriptor := self._held.get(digest)) is not None:
+            os.utime(descriptor)
 
-        It is the one that is served, or was until a moment ago, and never a candidate.
+    def served(self) -> str | None:
+        """Return the digest of the held export that was marked last; None: nothing is held.
+
+        While none is marked, it is the one that was held first.
         """
-        made = {}
+        found = []
         for place in _beside(self._target):
             digest = place.name.removeprefix(self._stem)
             with contextlib.suppress(OSError):  # it is being made or removed
                 if place == self._place(digest) and _is_held(place):
-                    made[place.stat().st_ctime_ns] = digest
-        return made[min(made)] if made else None
+                    marked = (place / LOCK).stat().st_mtime_ns
+                    found.append((marked, -place.stat().st_ctime_ns, digest))
+        return max(found)[-1] if found else None
 
     def _place(self, digest: str) -> Path:
         return self._target.with_name(self._stem + digest)
@@ -103,6 +109,7 @@ class HeldExports:
                 return
             _link_files(self.export_dir, part)
             check_state(self.export_dir, digest, before)
+            os.utime(descriptor, (0, 0))  # not marked
             with contextlib.suppress(FileExistsError):
                 _rename(part, self._place(digest))
                 self._held[digest], descriptor = descriptor, None

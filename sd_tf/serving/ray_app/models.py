@@ -84,7 +84,7 @@ class ModelReplica:
 
     def _load_first(self) -> None:
         """Load the export that is served: the folder may have one that cannot be, or is not yet."""
-        if (digest := self._held.longest()) is not None:
+        if (digest := self._held.served()) is not None:
             try:
                 self._loaded[digest] = self._load(digest)
                 return
@@ -101,9 +101,10 @@ class ModelReplica:
                 self._loaded[digest] = await asyncio.to_thread(self._load, digest)
 
     async def keep(self, digest: str) -> None:
-        """Release all exports but this one when `keep_old` seconds have passed."""
+        """Release all but this export, which is served, when `keep_old` seconds have passed."""
         if digest not in self._loaded:
             return
+        self._held.mark(digest)
         self._stay(digest)
         for old in self._loaded.keys() - {digest} - self._releases.keys():
             self._release_later(old)

@@ -78,9 +78,19 @@ class Takeover:
         """Serve the export that all replicas have loaded; if there is none, the one in the folder.
 
         A front that takes the place of another, which died, may find an export in the folder that
-        the replicas do not have, or cannot have. `change` takes it up if they can.
+        the replicas do not have, or cannot have. `change` takes it up if they can. Where there is
+        neither, it is one that each component has in some replica: the others can get it.
         """
-        self.served = await self._as_replicas() or await asyncio.to_thread(self._of_folder)
+        loaded = await asyncio.gather(*map(_served_by, self.models.values()))
+        if digest := _in_common(loaded, set.intersection):
+            self.served = await self._as_replicas(digest, loaded)
+            return
+        try:
+            self.served = await asyncio.to_thread(self._of_folder)
+        except (SdTfError, OSError):
+            if (digest := _in_common(loaded, set.union)) is None:
+                raise
+            self.served = await self._as_replicas(digest, loaded)
 
     async def change(self) -> None:
         """Serve the export that is in the folder now, once every replica has it ready.
@@ -122,15 +132,9 @@ class Takeover:
             await self._agree()
             log.info("serving the export %s as version %d", digest, served.version)
 
-    async def _as_replicas(self) -> Served | None:
-        """Return the export that all replicas have loaded, or None if there is none."""
-        answers = await asyncio.gather(*map(_served_by, self.models.values()))
-        known = [digests for answer in answers for digests in answer]
-        shared = set(known[0]).intersection(*known) if known else set()
-        if not shared:
-            return None
-        digest = min(shared, key=known[0].index)
-        handle = next(h for h, answer in zip(self.models.values(), answers, strict=True) if answer)
+    async def _as_replicas(self, digest: str, loaded: list[list[list[str]]]) -> Served:
+        """Return an export that replicas have, as one of them describes it."""
+        handle = next(h for h, answer in zip(self.models.values(), loaded, strict=True) if answer)
         files = await ask(handle, "description", digest)
         return await asyncio.to_thread(self._described, digest, files)
 
@@ -183,6 +187,8 @@ class Takeover:
             try:
                 await ask_all(handle, "load", self.served.digest)
                 await ask_all(handle, "keep", self.served.digest)
+            except LOST:  # all are starting, and begin with what is served
+                continue
             except Exception as error:  # of any kind: it is tried again
                 log.warning("%s could not be told what is served: %s", component, said(error))
         self._agreed = time.monotonic()
@@ -197,6 +203,19 @@ async def _served_by(handle) -> list[list[str]]:
     except (TimeoutError, *LOST):
         return []
     return [answer for answer in answers if isinstance(answer, list)]
+
+
+def _in_common(loaded: list[list[list[str]]], merged: Callable) -> str | None:
+    """Return the digest of an export that all components which answered have loaded.
+
+    Args:
+        loaded: the digests of each replica of each component.
+        merged: `set.intersection`: in all of their replicas; `set.union`: in one at least.
+    """
+    each = [merged(*map(set, replicas)) for replicas in loaded if replicas]
+    known = [digest for replicas in loaded for digests in replicas for digest in digests]
+    shared = set.intersection(*each) if each else set()
+    return max(shared, key=lambda digest: (known.count(digest), -known.index(digest)), default=None)
 
 
 def _cause(error: Exception) -> Exception:
