@@ -101,11 +101,11 @@ class Takeover:
         start of the application is not tried again.
         """
         async with self._changing:
+            if time.monotonic() - self._agreed > AGREE_EVERY:
+                await self._agree()
             digest, place = await asyncio.to_thread(self._seen)
             if digest == self.served.digest:
                 self._failed = None
-                if time.monotonic() - self._agreed > AGREE_EVERY:
-                    await self._agree()
                 return
             before = self._failed
             if before is not None and (before.digest, before.place) != (digest, place):
