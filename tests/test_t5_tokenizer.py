@@ -170,10 +170,10 @@ def test_truncation_keeps_the_end_token_and_says_what_was_cut(ours, caplog):
 
 
 def test_what_fits_is_not_cut(ours):
-    text = "star " * 63
+    text = "a " * 63
     assert ours.count(text) == 63
     assert (ours.encode(text).cut, ours.encode(text).ids[-1]) == ("", 1)
-    assert ours.encode(text + "star").cut == "star"
+    assert ours.encode(text + "a").cut == "a"
 
 
 def test_lengths(ours, saved, tmp_path):
@@ -215,7 +215,7 @@ def test_errors(tmp_path, ours):
     with pytest.raises(TokenizerError, match=rule):
         T5Tokenizer.from_folder(tmp_path)
     stored = json.loads(ours.backend.to_str())
-    for unknown, found in ((None, "Encountered an unknown token.*"), (0, r"\[4, 0\]")):
+    for unknown, found in ((None, "Encountered an unknown token.*"), (0, r"\[5, 0\]")):
         stored["model"]["unk_id"] = unknown
         file.write_text(json.dumps(stored))
         rule = rf"unknown characters as <unk>, 2\. Received: {found} in .*/tokenizer\.json"
