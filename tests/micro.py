@@ -145,6 +145,11 @@ class Toy(keras.layers.Layer):
         return loss, {"loss": loss}
 
 
+def no_ids(texts):
+    """A `Tokenize` where no text encoder reads."""
+    return {}
+
+
 def toy_batch(step: int) -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(step).standard_normal((4, 4), "float32")}
 

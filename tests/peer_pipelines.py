@@ -53,7 +53,7 @@ def drawer(folder, opening=None, **options):
         )
     checkpoint = open_checkpoint(folder / "checkpoint", **opening)
     runner = TracingRunner(checkpoint, Fixed(max_steps=12, **options))
-    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
+    tokenizers = checkpoint.tokenizers()
     return Chain(runner.manifest, [runner], tokenizers, 0.0, runner.layers)
 
 

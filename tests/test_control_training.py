@@ -84,7 +84,7 @@ def test_loss_and_gradients_equal_pytorchs(family, small_pipelines, tmp_path):
     loss = Steering(denoising, vae, config.autoencoder.latent_scale)
     settings = replace(micro.SETTINGS, batch_size=2)
     options = ControlOptions(64, resize=80, dropout=0.5)
-    tokenize = tokenize_for({name: checkpoint.tokenizer(name) for name in config.text_encoders})
+    tokenize = tokenize_for(checkpoint.tokenizers())
     batches = ControlBatches(WorldOutlines(9, 64), settings, options, config, tokenize)
     batch = batches(0)
     gradients, value = micro.gradients_of(loss, batch)
@@ -165,7 +165,7 @@ def test_sdxl_is_told_where_a_picture_was_cut(flip):
         pair=lambda index: Pair(ramp, "a", ramp), order=lambda position, seed: (0, 0)
     )
     options = ControlOptions(16, resize=20, dropout=0.0, flip=flip)
-    batch = ControlBatches(pairs, micro.SETTINGS, options, config, len)(0)
+    batch = ControlBatches(pairs, micro.SETTINGS, options, config, micro.no_ids)(0)
     whole = np.asarray(ramp)[:, :: -1 if flip else 1]
     assert set(batch["has_text"]) == {1.0}
     corners = batch["time_ids"][:, 2:4].astype(int)
@@ -180,7 +180,7 @@ def test_sdxl_is_told_where_a_picture_was_cut(flip):
 
 def test_dropout_takes_captions_alone():
     batches = ControlBatches(
-        PAIRS, micro.SETTINGS, ControlOptions(16, dropout=0.5), micro.CONFIG, len
+        PAIRS, micro.SETTINGS, ControlOptions(16, dropout=0.5), micro.CONFIG, micro.no_ids
     )
     without, more = batches.dropped(np.array([0.0, 0.49, 0.5, 0.9]))
     assert without.tolist() == [True, True, False, False] and more == {}
@@ -192,7 +192,7 @@ def test_the_middle_of_both_pictures_is_cut_out():
     pair = Pair(wide.convert("RGB"), "a", wide.convert("RGB"))
     pairs = SimpleNamespace(pair=lambda index: pair, order=lambda position, seed: (0, 0))
     options = ControlOptions(16, resize=16)
-    batch = ControlBatches(pairs, micro.SETTINGS, options, micro.CONFIG, len)(0)
+    batch = ControlBatches(pairs, micro.SETTINGS, options, micro.CONFIG, micro.no_ids)(0)
     middle = np.asarray(wide.convert("RGB"))[:, 8:24]
     for name in ("before", "after"):
         np.testing.assert_array_equal(batch[name][0], to_model(middle))

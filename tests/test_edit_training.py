@@ -14,6 +14,7 @@ from sd_tf.config import FAMILIES, family_of
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.layers import ResnetBlock
 from sd_tf.training.batches import spread_timesteps
+from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.edit import (
     EditBatches,
     EditOptions,
@@ -81,7 +82,9 @@ def test_dropout_by_the_table():
 
 
 def test_dropout_as_often_as_it_should(monkeypatch):
-    batches = EditBatches(PAIRS, replace(micro.SETTINGS, batch_size=64), OPTIONS, micro.CONFIG, str)
+    batches = EditBatches(
+        PAIRS, replace(micro.SETTINGS, batch_size=64), OPTIONS, micro.CONFIG, micro.no_ids
+    )
     seen = []
     monkeypatch.setattr(batches, "inputs", lambda _, text, __: seen.append(text) or {})
     pictures = np.concatenate([batches(step)["has_picture"] for step in range(150)]) == 0
@@ -101,30 +104,26 @@ def test_pairs_are_cut_and_mirrored_alike():
             return replace(pair, before=Image.fromarray(levels), after=Image.fromarray(levels))
 
     options = EditOptions(size=16, resize=24, flip=0.5)
-    batches = EditBatches(Same(8, 16), micro.SETTINGS, options, micro.CONFIG, len_of)
+    batches = EditBatches(Same(8, 16), micro.SETTINGS, options, micro.CONFIG, micro.no_ids)
     corners = set()
     for step in range(12):
         batch = batches(step)
         np.testing.assert_array_equal(batch["before"], batch["after"])
         corners |= {tuple(picture[0, 0]) for picture in batch["before"]}
     assert len(corners) > 24
-    again = EditBatches(Same(8, 16), micro.SETTINGS, options, micro.CONFIG, len_of)(11)
+    again = EditBatches(Same(8, 16), micro.SETTINGS, options, micro.CONFIG, micro.no_ids)(11)
     np.testing.assert_array_equal(again["before"], batch["before"])
 
 
 def test_only_the_noisiest_timesteps(monkeypatch):
     given = (PAIRS, replace(micro.SETTINGS, batch_size=8))
-    batches = EditBatches(*given, replace(OPTIONS, first_timestep=600), micro.CONFIG, str)
+    batches = EditBatches(*given, replace(OPTIONS, first_timestep=600), micro.CONFIG, micro.no_ids)
     monkeypatch.setattr(batches, "inputs", lambda *_: {})
     timesteps = np.concatenate([batches(step)["timesteps"] for step in range(400)])
     assert timesteps.min() == 600 and timesteps.max() == 999
     for first in (-1, 1000):
         with pytest.raises(TrainingError, match=rf"must be from 0 to 999, the .*Received: {first}"):
-            EditBatches(*given, replace(OPTIONS, first_timestep=first), micro.CONFIG, str)
-
-
-def len_of(texts):
-    return np.array([len(text) for text in texts])
+            EditBatches(*given, replace(OPTIONS, first_timestep=first), micro.CONFIG, micro.no_ids)
 
 
 def test_what_prepared_gives():
@@ -172,9 +171,9 @@ def test_loss_and_gradients_equal_pytorchs(small_pipelines):
     checkpoint = open_checkpoint(folder)
     loss = editing(checkpoint)
     settings = replace(micro.SETTINGS, batch_size=3)
-    tokenizer = checkpoint.tokenizer()
+    tokenize = tokenize_for(checkpoint.tokenizers())
     options = EditOptions(size=64, flip=0.5, dropout=0.3)
-    batch = EditBatches(WorldPairs(9, 64), settings, options, checkpoint.config, tokenizer)(0)
+    batch = EditBatches(WorldPairs(9, 64), settings, options, checkpoint.config, tokenize)(0)
     batch["has_picture"] = np.array([1, 0, 1], "float32")
     gradients, value = micro.gradients_of(loss, batch)
 
@@ -215,10 +214,10 @@ def precomputed(folder, checkpoint, vae, encoder, pairs=PAIRS):
 def test_precomputed_is_the_same(tmp_path):
     """Latents and text states from files give the loss that pictures and words give."""
     checkpoint = with_picture_input(open_checkpoint(micro_folder()))
-    tokenizer, config = checkpoint.tokenizer(), checkpoint.config
+    tokenize, config = tokenize_for(checkpoint.tokenizers()), checkpoint.config
     vae, encoder = checkpoint.build("vae"), checkpoint.build("text_encoder")
     settings = replace(micro.SETTINGS, batch_size=8)
-    given = (PAIRS, settings, replace(OPTIONS, dropout=0.2), config, tokenizer)
+    given = (PAIRS, settings, replace(OPTIONS, dropout=0.2), config, tokenize)
     precomputed(tmp_path / "cache", checkpoint, vae, encoder)
     pictures, files = EditBatches(*given), PrecomputedBatches(*given, tmp_path / "cache")
     losses = editing(checkpoint), editing(checkpoint, vae=False)
@@ -235,10 +234,10 @@ def test_precomputed_is_the_same(tmp_path):
 
 def test_precomputed_latents_beside_a_text_encoder_that_learns(tmp_path):
     checkpoint = with_picture_input(open_checkpoint(micro_folder()))
-    tokenizer, config = checkpoint.tokenizer(), checkpoint.config
+    tokenize, config = tokenize_for(checkpoint.tokenizers()), checkpoint.config
     vae = checkpoint.build("vae")
     learns = replace(OPTIONS, dropout=0.2, precompute=True, train_text_encoder=True).check()
-    given = (PAIRS, replace(micro.SETTINGS, batch_size=8), learns, config, tokenizer)
+    given = (PAIRS, replace(micro.SETTINGS, batch_size=8), learns, config, tokenize)
     precomputed(tmp_path / "cache", checkpoint, vae, None)
     pictures, files = EditBatches(*given), PrecomputedBatches(*given, tmp_path / "cache")
     for step in range(3):
@@ -340,7 +339,7 @@ def test_several_hosts_learn_as_one(tmp_path):
     settings = replace(settings, gradient_checkpointing=True)
     checkpoint = open_checkpoint(micro_folder())
     task = prepare(checkpoint, PAIRS, settings, OPTIONS, tmp_path, lambda text: None)
-    given = (settings, OPTIONS, task.config, checkpoint.tokenizer())
+    given = (settings, OPTIONS, task.config, tokenize_for(checkpoint.tokenizers()))
     every = [Host(number, 2) for number in range(2)]
     parts = [EditBatches(replace(PAIRS, host=host), *given, host) for host in every]
 

@@ -51,16 +51,17 @@ TARGETS = {
 }
 
 
-def opened(small_pipelines, name):
+def opened(small_pipelines, name, without=("text_encoder_3",), **options):
     _, folder = small_pipelines(name)
-    checkpoint = open_checkpoint(folder, without=["text_encoder_3"])
-    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, **NO_T5)
+    checkpoint = open_checkpoint(folder, without=without, **options)
+    left_out = NO_T5 if without else {}
+    pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(folder, **left_out)
     return checkpoint, pipeline
 
 
 def batches(checkpoint, dropout=0.0, settings=SETTINGS):
     config = checkpoint.config
-    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    tokenizers = checkpoint.tokenizers()
     side, channels = config.denoiser.sample_size, config.autoencoder.latent_channels
     latents = np.random.default_rng(0).standard_normal((6, side, side, channels), "float32")
     return LatentBatches(World(6, 16), settings, latents, config, tokenize_for(tokenizers), dropout)
@@ -70,11 +71,17 @@ def frozen_encoders(checkpoint):
     return [freeze(checkpoint.build(name)) for name in checkpoint.config.text_encoders]
 
 
+def lengths(make):
+    """The number of T5's tokens, where there is a T5."""
+    ids = make.tokenize([""]).get("t5_tokens")
+    return {} if ids is None else {"max_sequence_length": ids.shape[1]}
+
+
 def their_loss(pipeline, transformer, make, batch, step):
     """The loss of diffusers' script, with the weighting "logit_normal"."""
     captions = [make.source.caption(*example) for example in make.examples(step)]
     context, _, pooled, _ = pipeline.encode_prompt(
-        captions, None, None, do_classifier_free_guidance=False
+        captions, None, None, do_classifier_free_guidance=False, **lengths(make)
     )
     place = 999 - torch.from_numpy(batch["timesteps"]).long()  # the scheduler's are descending
     sigma = pipeline.scheduler.sigmas[place][:, None, None, None]
@@ -114,10 +121,17 @@ def compare_steps(pipeline, transformer, make, update, optimizer, groups):
 
 
 @pytest.mark.backend
-@pytest.mark.parametrize("name", ["sd3-without-t5", pytest.param("sd3.5", marks=LONG_ON_JAX)])
-def test_loss_and_gradients_equal_pytorchs(small_pipelines, name):
-    """The second is computed again for the gradients."""
-    checkpoint, pipeline = opened(small_pipelines, name)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sd3-without-t5", {}),
+        pytest.param("sd3.5", {}, marks=LONG_ON_JAX),
+        ("sd3", {"without": (), "max_sequence_length": 12}),
+    ],
+)
+def test_loss_and_gradients_equal_pytorchs(small_pipelines, name, options):
+    """The second is computed again for the gradients; the third has its T5, which is frozen."""
+    checkpoint, pipeline = opened(small_pipelines, name, **options)
     model = checkpoint.build("transformer")
     if name == "sd3.5":
         recomputed(model)
@@ -230,7 +244,8 @@ def test_a_dropped_caption_is_encoded(small_pipelines):
     checkpoint, _ = opened(small_pipelines, "sd3-without-t5")
     make = batches(checkpoint, dropout=1.0)
     assert "has_text" not in make(0)
-    np.testing.assert_array_equal(make(0)["tokens"], np.repeat(make.tokenize([""]), 3, axis=0))
+    empty = make.tokenize([""])["tokens"]
+    np.testing.assert_array_equal(make(0)["tokens"], np.repeat(empty, 3, axis=0))
 
 
 def tune(folder, *more):
@@ -282,10 +297,41 @@ def test_a_checkpoint_is_fine_tuned(small_pipelines, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(*map(dict.values, encoders), strict=True))
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+def test_t5_is_never_trained(small_pipelines, tmp_path, precision):
+    """Nor does it need variables that could be."""
+    checkpoint, _ = opened(small_pipelines, "sd3", without=())
+    options = FinetuneOptions(train_text_encoder=True)
+    settings = replace(SETTINGS, precision=precision)
+    task = prepare(checkpoint, World(2, 16), settings, options, tmp_path, lambda text: None, None)
+    kinds = {
+        name: (bool(model.trainable_variables), {v.dtype for v in model.variables})
+        for name, model in task.models.items()
+    }
+    of_t5 = "bfloat16" if precision == "mixed_bfloat16" else precision
+    assert kinds["text_encoder_3"] == (False, {of_t5})
+    for name in ("transformer", "text_encoder", "text_encoder_2"):
+        assert kinds[name] == (True, {"float32"})
+    assert task.batches(0)["t5_tokens"].shape == (3, 256)
+
+
+def test_everything_is_saved_with_its_t5(small_pipelines, tmp_path):
+    pipeline, folder = small_pipelines("sd3")
+    flags = ("--checkpoint", folder, "--max_sequence_length", 16)
+    assert tune(tmp_path, *flags) == 0
+    tuned = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "checkpoint")
+    before, after = (p.text_encoder_3.state_dict() for p in (pipeline, tuned))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    weight = "transformer_blocks.0.attn.to_q.weight"
+    before, after = (p.transformer.state_dict()[weight] for p in (pipeline, tuned))
+    assert not torch.equal(before, after)
+    assert tuned.tokenizer_3("a star").input_ids == pipeline.tokenizer_3("a star").input_ids
+
+
 @pytest.mark.long
 def test_an_adapter_is_trained(small_pipelines, tmp_path):
     _, folder = small_pipelines("sd3.5")
-    flags = ("--checkpoint", folder, "--without", "text_encoder_3", "--lora_rank", 2)
+    flags = ("--checkpoint", folder, "--lora_rank", 2)
     assert tune(tmp_path, *flags, "--train_text_encoder") == 0
     tensors = load_file(tmp_path / DIFFUSERS_FILE)
     parts = {name.partition(".")[0] for name in tensors}
@@ -300,8 +346,6 @@ def test_an_adapter_is_trained(small_pipelines, tmp_path):
 
 def test_refusals(small_pipelines, tmp_path, capsys):
     _, folder = small_pipelines("sd3.5")
-    with pytest.raises(TrainingError, match="open it --without=text_encoder_3, its T5"):
-        check_trainable(open_checkpoint(folder).config)
     with pytest.raises(TrainingError, match=r"SDXL base or SD3.*Received: flux-dev"):
         check_trainable(FAMILIES["flux-dev"])
     flags = ("--checkpoint", folder, "--without", "text_encoder_3")

@@ -24,6 +24,7 @@ from PIL import Image
 from sd_tf.checkpoints import TINY_FOLDER, make_random
 from sd_tf.cli import jax_compile, jax_generate, train_memory
 from sd_tf.cli.main import main
+from sd_tf.components.conditions import conditioner_of
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, with_kerascv_numerics
 from sd_tf.jax import JaxPipeline, chips, compile_pipeline, components, make_mesh
@@ -803,6 +804,17 @@ def test_an_update_of_sdxl_is_given_its_conditions(monkeypatch):
     found = memory.compile_update(micro.XL_CONFIG, 16, micro.SETTINGS, jax.devices()[:1])
     for shape in ("4x77x32xf32", "4x8xf32", "4x6xf32"):  # context, pooled, time_ids
         assert f"tensor<{shape}>" in found["arguments"]
+
+
+def test_sd3s_context_is_as_long_as_its_texts(monkeypatch, capfd):
+    seen = []
+    monkeypatch.setattr(memory, "table", lambda config, *given: seen.append(config))
+    sd3 = [*MEMORY, "--family", "sd3.5-medium"]
+    for flags in ([], ["--max_sequence_length", "77"], ["--without", "text_encoder_3"]):
+        assert main([*sd3, *flags]) == 0
+    assert [conditioner_of(config).length(config, 1) for config in seen] == [333, 154, 78]
+    assert main([*MEMORY, "--family", "sd1", "--max_sequence_length", "77"]) == 1
+    assert "`max_sequence_length` is for SD3 and Flux" in capfd.readouterr().err
 
 
 def test_training_that_does_not_fit(monkeypatch, capfd):

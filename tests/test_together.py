@@ -107,7 +107,7 @@ def test_in_half_precision(tmp_path, precision, floor):
     export(checkpoint, tmp_path / "export", options)
     fixed = Fixed(height=16, width=16, batch_size=2, max_steps=2, image_prompts=2)
     runner = TracingRunner(checkpoint, fixed)
-    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
+    tokenizers = checkpoint.tokenizers()
     exact = Chain(runner.manifest, [runner], tokenizers, 0.0)
     half = Pipeline.load(tmp_path / "export", jit_compile=False)
     net, shown = {"control_image": LINES}, {"image_prompt": MOON, "image_prompt_scale": 4}

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from sd_tf.config import END_TOKEN, FAMILIES
 from sd_tf.sampling.schedules import abar
 from sd_tf.training import trainer
+from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.ema import Average
 from sd_tf.training.hosts import Host
 from sd_tf.training.initial_weights import initialize
@@ -390,7 +391,7 @@ def test_samples_are_the_pictures_of_an_export():
     """The models in training are drawn with by the same components as an export's."""
     checkpoint = open_checkpoint(micro_folder())
     models = {name: checkpoint.build(name) for name in checkpoint.config.components}
-    painter = Painter(checkpoint.config, models, checkpoint.tokenizer())
+    painter = Painter(checkpoint.config, models, tokenize_for(checkpoint.tokenizers()))
     prompts = ["a cat", "a dog"]
     drawn = painter.draw(prompts, num_steps=2, guidance_scale=4.0)
     pipe = pipeline_of(micro_export())

@@ -16,6 +16,7 @@ from sd_tf.config import FAMILIES
 from sd_tf.runtime.shapes import Shapes
 from sd_tf.training import edit, evaluate, finetune, tiny, world
 from sd_tf.training.batches import LatentBatches
+from sd_tf.training.conditions import tokenize_for
 from sd_tf.training.data import World
 from sd_tf.training.edit import EditOptions
 from sd_tf.training.evaluate import GROUPS, EvaluationOptions
@@ -226,7 +227,8 @@ def test_text_to_image_on_several_hosts(tmp_path):
     for host in every:
         latents = np.load(both / host.named(CACHE) / FILE)
         np.testing.assert_allclose(latents, host.part(whole), atol=1e-2)
-        given = (World(8, 16, host=host), settings, latents, config, checkpoint.tokenizer())
+        source, tokenize = World(8, 16, host=host), tokenize_for(checkpoint.tokenizers())
+        given = (source, settings, latents, config, tokenize)
         parts.append(LatentBatches(*given, host=host))
 
     def batches(step):

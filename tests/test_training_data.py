@@ -586,7 +586,8 @@ class Numbered:
 
 def tokenize(texts):
     """Index and epoch as tokens; -1 for a caption that was dropped."""
-    return np.array([[int(n) for n in text.split()] or [-1, -1] for text in texts], "int32")
+    ids = [[int(n) for n in text.split()] or [-1, -1] for text in texts]
+    return {"tokens": np.array(ids, "int32")}
 
 
 LATENTS = np.arange(30, dtype="float16").reshape(30, 1, 1, 1) + np.zeros((SIDE, SIDE, 2), "float16")

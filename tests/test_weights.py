@@ -352,7 +352,7 @@ def test_saved_folder_is_loaded_by_diffusers(small_pipelines, tmp_path, family):
         tmp_path,
         config,
         {name: checkpoint.build(name) for name in config.components},
-        {name: checkpoint.tokenizer(name) for name in config.text_encoders},
+        checkpoint.tokenizers(),
     )
     loaded = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
     assert type(loaded) is type(pipeline)

@@ -31,14 +31,10 @@ SETTINGS = Settings(
 )
 
 
-def tokenizers(checkpoint):
-    return {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
-
-
 def batches(checkpoint, latents, dropout):
     config, source = checkpoint.config, World(6, 16)
     ids = np.array([[64, 48, 0, 3, 16, 16]] * 6, "float32") + np.arange(6)[:, None]
-    tokenize = tokenize_for(tokenizers(checkpoint))
+    tokenize = tokenize_for(checkpoint.tokenizers())
     return LatentBatches(
         source, SETTINGS, latents, config, tokenize, dropout, time_ids=ids.astype("float32")
     )

@@ -47,7 +47,7 @@ def compile_pipeline(
     geometry = geometry_of(checkpoint.config, fixed)
     check_mesh(mesh, *geometry.shapes.batch_sizes)
     parts = components(checkpoint, fixed, mesh)
-    tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
+    tokenizers = checkpoint.tokenizers()
     output_dir = Path(output_dir)
     with staging(output_dir, overwrite, FILE_NAME, ExportError) as folder:
         signatures = {}

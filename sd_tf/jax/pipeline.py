@@ -133,7 +133,7 @@ class JaxPipeline(Chain):
             jit_compiled_text_encoder=True,
         )
         weights = programs.load_weights(components, checkpoint, mesh)
-        tokenizers = {name: checkpoint.tokenizer(name) for name in checkpoint.config.text_encoders}
+        tokenizers = checkpoint.tokenizers()
         stages = JaxRunner(manifest, callable_programs, weights)
         layers = {name: one.component.adaptable for name, one in components.items() if one.places}
         return cls(manifest, [stages], tokenizers, time.perf_counter() - start, layers)

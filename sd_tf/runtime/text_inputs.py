@@ -1,6 +1,7 @@
 """The text encoders' inputs for the prompts of a batch."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -28,19 +29,7 @@ def text_inputs(
         negative_prompts: None: what the checkpoint takes for a missing negative prompt.
         weighted: read weights in the prompts, and return them, too.
     """
-    clips = [one for one in tokenizers if not isinstance(one, T5Tokenizer)]
-    t5s = [one for one in tokenizers if isinstance(one, T5Tokenizer)]
-    if weighted and t5s:
-        raise ValueError("Weights are for pipelines whose text encoders are all CLIP.")
-
-    def encoded(texts):
-        """Return the ids by input, and the weights of CLIP's."""
-        found = [tokenize(one, texts, manifest.prompt_chunks, weighted) for one in clips]
-        ids = {TextEncoderConfig.tokens: [each for each, _ in found]}
-        ids[T5EncoderConfig.tokens] = [one(texts) for one in t5s]
-        joined = {name: _joined(parts) for name, parts in ids.items() if parts}
-        return joined, _joined([weights for _, weights in found]) if weighted else None
-
+    encoded = partial(ids_and_weights, tokenizers, chunks=manifest.prompt_chunks, weighted=weighted)
     inputs, weights = encoded(prompts)
     negative, negative_weights = {}, None
     if negative_prompts is not None:
@@ -53,6 +42,21 @@ def text_inputs(
     if weighted:
         inputs |= {"token_weights": weights, "negative_token_weights": negative_weights}
     return inputs
+
+
+def ids_and_weights(
+    tokenizers: Sequence[Tokenizer], texts: Sequence[str], chunks: int = 1, weighted: bool = False
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Return texts' ids by the text encoders' inputs, and if `weighted` the weights of CLIP's."""
+    clips = [one for one in tokenizers if not isinstance(one, T5Tokenizer)]
+    t5s = [one for one in tokenizers if isinstance(one, T5Tokenizer)]
+    if weighted and t5s:
+        raise ValueError("Weights are for pipelines whose text encoders are all CLIP.")
+    found = [tokenize(one, texts, chunks, weighted) for one in clips]
+    ids = {TextEncoderConfig.tokens: [each for each, _ in found]}
+    ids[T5EncoderConfig.tokens] = [one(texts) for one in t5s]
+    joined = {name: _joined(parts) for name, parts in ids.items() if parts}
+    return joined, _joined([weights for _, weights in found]) if weighted else None
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,6 +7,7 @@ import numpy as np
 from sd_tf.config import PipelineConfig
 from sd_tf.runtime.pictures import to_model
 from sd_tf.training import world
+from sd_tf.training.conditions import Tokenize
 from sd_tf.training.data import Source, World
 from sd_tf.training.hosts import ALONE, Host, check_parts, check_settings, device_count
 from sd_tf.training.order import shuffled
@@ -70,7 +71,7 @@ class LatentBatches(Batches):
         settings: Settings,
         latents: np.ndarray,  # (N, h, w, C), as the encoder gives them
         config: PipelineConfig,
-        tokenize: Callable[[list[str]], np.ndarray],
+        tokenize: Tokenize,
         caption_dropout: float = 0.1,
         first_timestep: int = 0,
         host: Host = ALONE,
@@ -109,7 +110,7 @@ class LatentBatches(Batches):
             "latents": self.scale.apply(latents.astype("float32")),
             "noise": draws.standard_normal((size, *self.latents.shape[1:]), "float32"),
             "timesteps": timesteps,
-            "tokens": self.tokenize(captions),
+            **self.tokenize(captions),
         }
         if self.time_ids is not None:
             batch["time_ids"] = self.time_ids[indices]
@@ -147,7 +148,7 @@ class ReadingBatches(Batches):
         examples = self.examples(step)
         answers = [tuple(world.answers(self.source.scene(i)).values()) for i, _ in examples]
         captions = [self.source.caption(index, epoch) for index, epoch in examples]
-        return {"tokens": self.tokenize(captions), "answers": np.array(answers, "int32")}
+        return {**self.tokenize(captions), "answers": np.array(answers, "int32")}
 
 
 def part_of_batch(settings: Settings, host: Host) -> int:

@@ -7,13 +7,14 @@ import numpy as np
 
 from sd_tf.config import PipelineConfig, family_of
 from sd_tf.files import atomic
-from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.runtime.text_inputs import ids_and_weights
+from sd_tf.tokenizer import Tokenizer
 from sd_tf.training.data import Source
 from sd_tf.training.settings import TrainingError
 
 SIZES = "sizes.npy"
 
-Tokenize = Callable[[Sequence[str]], np.ndarray]
+Tokenize = Callable[[Sequence[str]], dict[str, np.ndarray]]
 
 
 def check_nothing_added(config: PipelineConfig) -> None:
@@ -41,19 +42,14 @@ def check_trainable(config: PipelineConfig) -> None:
             "not be distilled for guidance (LCM), nor take a picture or a mask. "
             f"Received: {family_of(config)}"
         )
-    if config.t5_encoders:
-        raise TrainingError(
-            "SD3 is trained with its CLIP text encoders alone: open it --without="
-            f"{next(iter(config.t5_encoders))}, its T5, in place of which it takes zeros"
-        )
 
 
-def tokenize_for(tokenizers: Mapping[str, ClipTokenizer]) -> Tokenize:
-    """Return a function: texts → int32 (N, 77), or (N, encoders, 77) for several encoders."""
+def tokenize_for(tokenizers: Mapping[str, Tokenizer]) -> Tokenize:
+    """Return a function: texts → ids by the text encoders' inputs, as a pipeline gives them."""
 
     def tokenize(texts):
-        ids = [tokenizer(texts) for tokenizer in tokenizers.values()]
-        return ids[0] if len(ids) == 1 else np.stack(ids, axis=1)
+        ids, _ = ids_and_weights([*tokenizers.values()], texts)
+        return ids
 
     return tokenize
 

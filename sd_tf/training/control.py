@@ -137,7 +137,7 @@ def prepare(
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     begun |= options.record()
     config = checkpoint.config
-    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    tokenizers = checkpoint.tokenizers()
     tokenize = tokenize_for(tokenizers)
     batches = ControlBatches(pairs, settings, options, config, tokenize, host)
     vae = freeze(checkpoint.build("vae"))

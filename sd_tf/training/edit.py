@@ -21,7 +21,7 @@ from sd_tf.training.batches import (
     part_of_batch,
     spread_timesteps,
 )
-from sd_tf.training.conditions import check_nothing_added
+from sd_tf.training.conditions import check_nothing_added, tokenize_for
 from sd_tf.training.hosts import ALONE, by_itself, this_host
 from sd_tf.training.latents import posteriors, write_parts
 from sd_tf.training.lora import adapt, recorded
@@ -161,7 +161,7 @@ class EditBatches(Batches):
         return {
             "before": pictures("before"),
             "after": pictures("after"),
-            "tokens": self.tokenize(texts),
+            **self.tokenize(texts),
             **self.told(places, flips, resize),
         }
 
@@ -186,7 +186,7 @@ class PrecomputedBatches(EditBatches):
         places = np.where(without_text, 0, self.arrays["places"][indices])
         if "contexts" in self.arrays:
             return {**found, "context": self.arrays["contexts"][places].astype("float32")}
-        return {**found, "tokens": self.tokenize([self.texts[place] for place in places])}
+        return {**found, **self.tokenize([self.texts[place] for place in places])}
 
 
 def precompute(
@@ -194,7 +194,7 @@ def precompute(
     size: int,
     vae,
     text_encoder,
-    tokenize,
+    tokenizer,
     folder: Path,
     depends_on: Record,
     report: Callable[[str], None],
@@ -228,16 +228,16 @@ def precompute(
         np.save(unfinished / "places.npy", places)
         texts = list(known)
         if text_encoder is not None:
-            np.save(unfinished / "contexts.npy", _states(text_encoder, tokenize, texts))
+            np.save(unfinished / "contexts.npy", _states(text_encoder, tokenizer, texts))
         (unfinished / TEXTS_FILE).write_text(json.dumps(texts), encoding="utf-8")
         mark_cache(unfinished, depends_on)
 
 
-def _states(text_encoder, tokenize, texts: list[str]) -> np.ndarray:
+def _states(text_encoder, tokenizer, texts: list[str]) -> np.ndarray:
     """Encode texts → float16 (N, 77, D), in calls of one size, so that one shape is compiled."""
     states = []
     for start in range(0, len(texts), AT_ONCE):
-        tokens = tokenize((texts[start : start + AT_ONCE] + [""] * AT_ONCE)[:AT_ONCE])
+        tokens = tokenizer((texts[start : start + AT_ONCE] + [""] * AT_ONCE)[:AT_ONCE])
         context = text_encoder(ops.convert_to_tensor(tokens))["context"]
         states.append(ops.convert_to_numpy(context).astype("float16"))
     return np.concatenate(states)[: len(texts)]
@@ -270,18 +270,19 @@ def prepare(
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
-    tokenizer = checkpoint.tokenizer()
+    tokenizers = checkpoint.tokenizers()
     has_states = options.precompute and not options.train_text_encoder
     with by_itself() if options.precompute else nullcontext():
         vae = freeze(checkpoint.build("vae"))
     with by_itself() if has_states else nullcontext():
         text_encoder = checkpoint.build("text_encoder", settings.precision)
     text_encoder.trainable = options.train_text_encoder
-    given = (pairs, settings, options, config, tokenizer)
+    given = (pairs, settings, options, config, tokenize_for(tokenizers))
     if options.precompute:
         encoder = text_encoder if has_states else None
         cache = cache.with_name(host.named(cache.name))
         with by_itself():
+            [tokenizer] = tokenizers.values()
             precompute(pairs, options.size, vae, encoder, tokenizer, cache, begun, report)
         batches = PrecomputedBatches(*given, cache, host)
     else:
@@ -298,7 +299,6 @@ def prepare(
         trained["text_encoder"] = text_encoder
     loss, lora = adapt(loss, trained, options.lora, settings.seed)
     begun |= options.record()
-    tokenizers = {"text_encoder": tokenizer}
     return TrainingTask(checkpoint.name, config, tokenizers, models, loss, batches, begun, lora)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import keras
+
 from sd_tf.config import family_of
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import LatentBatches, PriorBatches, check_run
@@ -105,6 +107,14 @@ def finetune(
         return task.run(settings, folder, options.save_dtype, report, sample)
 
 
+def _text_encoders(checkpoint: Checkpoint, precision: str) -> dict[str, keras.layers.Layer]:
+    """Build a checkpoint's text encoders. T5 is never trained, so it needs no float32 variables."""
+    precisions = dict.fromkeys(checkpoint.config.text_encoders, precision)
+    if precision == "mixed_bfloat16":
+        precisions |= dict.fromkeys(checkpoint.config.t5_encoders, "bfloat16")
+    return {name: checkpoint.build(name, one) for name, one in precisions.items()}
+
+
 def prepare(
     checkpoint: Checkpoint,
     source: Source,
@@ -126,7 +136,7 @@ def prepare(
     if options.inversion is not None:
         checkpoint = with_placeholder(checkpoint, options.inversion, folder)
     config = checkpoint.config
-    tokenizers = {name: checkpoint.tokenizer(name) for name in config.text_encoders}
+    tokenizers = checkpoint.tokenizers()
     with by_itself():
         vae = checkpoint.build("vae")
 
@@ -153,13 +163,15 @@ def prepare(
         of_class = batches_of(prior, PRIOR_CACHE, others)
         batches = PriorBatches(batches, of_class, options.prior_weight)
 
-    name = config.denoiser.component
-    denoiser = checkpoint.build(name, settings.precision)
+    denoiser_name = config.denoiser.component
+    denoiser = checkpoint.build(denoiser_name, settings.precision)
     if settings.gradient_checkpointing:
         recomputed(denoiser)
-    encoders = {name: checkpoint.build(name, settings.precision) for name in config.text_encoders}
-    for encoder in encoders.values():
-        encoder.trainable = options.train_text_encoder
+    encoders = _text_encoders(checkpoint, settings.precision)
+    clips = {name: encoders[name] for name in config.clip_encoders}
+    for name, encoder in encoders.items():
+        encoder.trainable = options.train_text_encoder and name in clips
+    for encoder in clips.values():
         freeze_unused(encoder)
     patches = config.patches(source.picture(0).shape[:2])  # a flow's shift may depend on them
     here = replace(config, schedule=config.schedule.for_patches(patches))
@@ -169,9 +181,9 @@ def prepare(
         denoiser.trainable = False
         inversion = Inversion(encoders, options.inversion)
     else:
-        trained = {name: denoiser, **(encoders if options.train_text_encoder else {})}
+        trained = {denoiser_name: denoiser, **(clips if options.train_text_encoder else {})}
         loss, lora = adapt(loss, trained, options.lora, settings.seed)
-    models = {**encoders, name: denoiser, "vae": vae}
+    models = {**encoders, denoiser_name: denoiser, "vae": vae}
     return TrainingTask(
         *(checkpoint.name, config, tokenizers, models, loss, batches, record, lora, inversion)
     )

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from sd_tf.components.conditions import Texts, conditioner_of
-from sd_tf.components.text_encoder import CLIP_TOKENS, reader_of
+from sd_tf.components.text_encoder import CLIP_TOKENS, T5_TOKENS, reader_of
 from sd_tf.config import END_TOKEN, LatentScale, PipelineConfig
 from sd_tf.models.attention import SpatialTransformer
 from sd_tf.models.joint import JointBlock
@@ -112,8 +112,9 @@ class Denoising(Block):
     def call(self, batch):
         """Compute the loss.
 
-        batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or (B, encoders, 77),
-        or else context (B, 77, D) and pooled (B, P) of the families that have it. Optionally:
+        batch: latents and noise (B, h, w, C), timesteps (B,), tokens (B, 77) or (B, encoders, 77)
+        and t5_tokens (B, L) where there is a T5, or else context (B, L, D) and pooled (B, P) of
+        the families that have it. Optionally:
         beside (B, h, w, C'), which the denoiser gets beside the noisy latents; time_ids (B, 6);
         hint (B, H, W, 3), control pictures for a `Steered` one; has_text (B,), 1.0, or 0.0 to give
         zeros for the text; weights (B,), factors of the examples' losses.
@@ -148,7 +149,8 @@ class Denoising(Block):
         if self.text_encoders:
             encoders = dict(zip(self.config.text_encoders, self.text_encoders, strict=True))
             read = reader_of(encoders, self.config)
-            texts = Texts(*read(**{CLIP_TOKENS: batch["tokens"]}))
+            tokens = {name: batch[name] for name in (CLIP_TOKENS, T5_TOKENS) if name in batch}
+            texts = Texts(*read(**tokens))
             text = conditioner_of(self.config).conditions(self.config, texts)
         if "has_text" in batch:
             text = {

@@ -10,7 +10,6 @@ from keras import ops
 from sd_tf.components.build import component, tables_of
 from sd_tf.components.geometry import Fixed, Geometry, geometry_of
 from sd_tf.components.guidance import EDITED, IMAGE_SCALE, SCALE
-from sd_tf.components.text_encoder import CLIP_TOKENS
 from sd_tf.config import PipelineConfig
 from sd_tf.models.branches import Branches, branches
 from sd_tf.runtime.controls import image_input, inputs_of
@@ -79,13 +78,14 @@ class Painter:
     def _drawn(self, prompts, num_steps, scales, height, width, edited, steering) -> np.ndarray:
         fixed = Fixed(batch_size=len(prompts), height=height, width=width, max_steps=num_steps)
         geometry = geometry_of(self.config, fixed)
-        empty_tokens = {CLIP_TOKENS: self.tokenize([""])}
+        empty_tokens = self.tokenize([""])
 
         def run(name, endpoint="serving_default", **inputs):
             part = component(name, self.config, geometry, "float32", empty_tokens, self._model)
             return part.endpoints(geometry.shapes.first)[endpoint].function(**inputs)
 
-        inputs = run("text_encoder", tokens=ops.convert_to_tensor(self.tokenize(prompts)))
+        tokens = {name: ops.convert_to_tensor(x) for name, x in self.tokenize(prompts).items()}
+        inputs = run("text_encoder", **tokens)
         inputs |= {name: ops.convert_to_tensor(x, "float32") for name, x in scales.items()}
         ids = same_time_ids(self.config, *geometry.shapes.first.size)
         if ids is not None:

@@ -9,7 +9,7 @@ import keras
 from sd_tf.adapters.adapter import DIFFUSERS_FILE
 from sd_tf.config import PipelineConfig
 from sd_tf.models.controlnet import ControlNet
-from sd_tf.tokenizer.clip import ClipTokenizer
+from sd_tf.tokenizer import Tokenizer
 from sd_tf.training import inversion
 from sd_tf.training.batches import Batch
 from sd_tf.training.conditions import tokenize_for
@@ -32,7 +32,7 @@ class TrainingTask:
 
     base: str  # the name of the checkpoint that is trained
     config: PipelineConfig
-    tokenizers: dict[str, ClipTokenizer]  # by text encoder
+    tokenizers: dict[str, Tokenizer]  # by text encoder
     models: dict[str, keras.layers.Layer]
     loss: keras.layers.Layer
     batches: Callable[[int], Batch]

@@ -14,7 +14,7 @@ from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.tokenizer.clip import ClipTokenizer
 from sd_tf.training import world
 from sd_tf.training.batches import LatentBatches, PictureBatches, ReadingBatches
-from sd_tf.training.conditions import Tokenize
+from sd_tf.training.conditions import Tokenize, tokenize_for
 from sd_tf.training.data import World
 from sd_tf.training.initial_weights import initialize
 from sd_tf.training.latents import CACHE, cached_latents
@@ -240,7 +240,8 @@ def train_denoiser(recipe, pictures: World, latents, vae, folder: Path, report):
     text_encoder = build(recipe, "text_encoder", first, token_ids=vocabulary(pictures, tokenizer))
     unet = build(recipe, "unet", first)
     models = {"text_encoder": text_encoder, "unet": unet, "vae": vae}
-    run_stages(recipe, models, pictures, latents, tokenizer, folder, report)
+    tokenize = tokenize_for({"text_encoder": tokenizer})
+    run_stages(recipe, models, pictures, latents, tokenize, folder, report)
     return text_encoder, unet, tokenizer
 
 

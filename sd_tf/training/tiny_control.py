@@ -100,7 +100,7 @@ def train(
         models = {name: freeze(checkpoint.build(name)) for name in config.components}
         latents = cached_latents(models["vae"], source, folder / CACHE, begun, report)
         net = new_net(checkpoint)
-        tokenize = tokenize_for({name: checkpoint.tokenizer(name) for name in config.text_encoders})
+        tokenize = tokenize_for(checkpoint.tokenizers())
         encoders = [models[name] for name in config.text_encoders]
         loss = Denoising(Steered(models["unet"], net), encoders, config, min_snr=None)
         steered = replace(config, controlnets={NAME: net.control})

@@ -102,6 +102,10 @@ class Checkpoint:
             return T5Tokenizer.empty(config.max_length)
         return self.tokenizer(text_encoder)("")
 
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        """Return the tokenizer of each text encoder."""
+        return {name: self.tokenizer(name) for name in self.config.text_encoders}
+
     def tokenizer(self, text_encoder: str = "text_encoder") -> Tokenizer:
         """Return the checkpoint's own tokenizer, or CLIP's packaged one with the family's padding.
 
