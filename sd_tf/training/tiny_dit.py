@@ -94,6 +94,17 @@ STAGES = (
         replace(COMMON, steps=16_000, averaging=Averaging(half_life=600)),
         guidance=GUIDED,
     ),
+    # The shapes of two things, learnt last and least …
+    Imitates(
+        replace(COMMON, steps=8000, learning_rate=2e-3, final_learning_rate=0.5),
+        things=2,
+        guidance=GUIDED,
+    ),
+    # … and everything together.
+    Imitates(
+        replace(COMMON, steps=5000, learning_rate=1e-3, averaging=Averaging(half_life=400)),
+        guidance=GUIDED,
+    ),
 )
 
 
