@@ -112,7 +112,7 @@ test-full-size: $(VENV)/test.stamp
 # What repeats on a larger scale what other tests show; two hours more, before a release.
 test-long: $(VENV)/test.stamp $(VENV)/tools.stamp
 	$(PYTEST) -m "long and not jax"
-	KERAS_BACKEND=jax $(PYTEST) -m "long and jax"
+	KERAS_BACKEND=jax $(PYTEST) -m "long and (jax or backend)"
 
 # What runs models, again on JAX.
 test-jax: $(VENV)/test.stamp

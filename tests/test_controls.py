@@ -58,6 +58,14 @@ def test_a_list_has_one_for_each_net():
     assert not request.controls[GUESS]
 
 
+def test_the_share_of_a_net_without_a_picture_is_not_looked_at():
+    ends = {"control_start": 0.6, "control_end": [0.9, 0.5]}
+    request = read(TWO, control_image=[LINES, None], **ends)
+    np.testing.assert_array_equal(request.controls[SCALES], np.float32([1, 0]))
+    with pytest.raises(CallError, match=r"above control_start, 0\.6\. Received: 0\.5"):
+        read(TWO, control_image=[LINES, HILLS], **ends)
+
+
 def test_a_net_whose_share_is_empty_is_off():
     """Its picture is not even embedded; whether it has all guess does not depend on that."""
     pooling = replace(TWO, controls=(ControlRecord("shuffle", True), TWO.controls[1]))
@@ -182,7 +190,13 @@ def seen(image):
 
 
 def processed(image):
-    return np.moveaxis(PROCESSOR.preprocess(image, 64, 64).numpy()[0], 0, -1)
+    """What diffusers makes of a picture; what is transparent is black, as it is mostly there."""
+    if image.mode not in ("RGBA", "LA") and "transparency" not in image.info:
+        return np.moveaxis(PROCESSOR.preprocess(image, 64, 64).numpy()[0], 0, -1)
+    image = image.convert("RGBA")
+    alpha = image.getchannel("A").resize((64, 64), Image.Resampling.LANCZOS)
+    shown = np.moveaxis(PROCESSOR.preprocess(image, 64, 64).numpy()[0], 0, -1)
+    return shown * (np.asarray(alpha) > 0)[..., None]
 
 
 def test_pictures_are_the_published_processors():
@@ -223,6 +237,8 @@ def test_white_lines_on_nothing_stay_lines():
     image.paste("white", (10, 0, 14, 64))
     scaled = seen(image.resize((100, 100)))
     assert scaled[:, 11:13].min() > 0.9 and scaled[:, 30:].max() == 0
+    for same in (image, image.convert("LA"), image.quantize(8)):
+        assert seen(same)[:, 10:14].min() == 1 and seen(same)[:, 14:].max() == 0, same.mode
 
 
 def test_16_bits_are_scaled_to_8():

@@ -316,15 +316,19 @@ def test_t5_is_never_trained(small_pipelines, tmp_path, precision):
 
 
 def test_everything_is_saved_with_its_t5(small_pipelines, tmp_path):
+    """In mixed precision: T5's weights are those of the checkpoint, to the bit."""
     pipeline, folder = small_pipelines("sd3")
-    flags = ("--checkpoint", folder, "--max_sequence_length", 16)
-    assert tune(tmp_path, *flags) == 0
+    flags = ("--checkpoint", folder, "--max_sequence_length", 16, "--precision", "mixed_bfloat16")
+    assert tune(tmp_path, *flags, "--save_dtype", "float16") == 0
     tuned = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path / "checkpoint")
     before, after = (p.text_encoder_3.state_dict() for p in (pipeline, tuned))
     assert all(torch.equal(before[name], after[name]) for name in before)
     weight = "transformer_blocks.0.attn.to_q.weight"
     before, after = (p.transformer.state_dict()[weight] for p in (pipeline, tuned))
     assert not torch.equal(before, after)
+    saved = open_checkpoint(tmp_path / "checkpoint")
+    assert {t.dtype for t in saved.tensors("transformer").values()} == {"float16"}
+    assert {t.dtype for t in saved.tensors("text_encoder_3").values()} == {"float32"}
     assert tuned.tokenizer_3("a star").input_ids == pipeline.tokenizer_3("a star").input_ids
 
 

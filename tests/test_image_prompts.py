@@ -133,6 +133,7 @@ def test_each_prompt_has_its_own():
         (ONE, {"image_prompt": []}, r"1 to 2 pictures .*Received: 0"),
         (ONE, {"image_prompt": MOON, "image_prompt_scale": "x"}, "image_prompt_scale is a number"),
         (ONE, {"image_prompt": np.zeros((5, 5), "uint8")}, "image_prompt: A picture is a PIL"),
+        (ONE, {"image_prompt": np.zeros((0, 5, 3), "uint8")}, r"has pixels\. Received: 5x0"),
         (ONE, {"image_prompt": picture(0, (2, 101))}, r"at most 50 times .*\. Received: 51 times"),
     ],
 )
@@ -245,6 +246,14 @@ def test_adapters_that_do_not_fit(adapter, tmp_path):
         (
             lambda t: {n: x for n, x in t.items() if n != "ip_adapter.3.to_v_ip.weight"},
             r"is incomplete: .* it lacks ip_adapter\.3\.to_v_ip\.weight\.$",
+        ),
+        (
+            lambda t: t | {"image_proj.latents": t["image_proj.latents"][0]},
+            r"latents of .* must have 3 dimensions\. Received: \[\d+, \d+\]",
+        ),
+        (
+            lambda t: t | {"ip_adapter.1.to_k_ip.weight": t["ip_adapter.1.to_k_ip.weight"][0]},
+            r"to_k_ip\.weight of .* must have 2 dimensions",
         ),
     ],
 )

@@ -143,7 +143,7 @@ def add_precision(parser: argparse.ArgumentParser, default: str) -> None:
         "--precision",
         choices=PRECISIONS,
         default=default,
-        help=f"of what is computed; the weights stay float32 (default: {default})",
+        help=f"of what is computed; trained weights stay float32 (default: {default})",
     )
 
 

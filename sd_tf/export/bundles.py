@@ -8,6 +8,7 @@ adapters need new files for the places alone.
 
 import contextlib
 import errno
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from sd_tf.files.publish import link
 from sd_tf.runtime.manifest import ExportError
-from sd_tf.runtime.mapped import VARIABLES
+from sd_tf.runtime.mapped import ALIGNMENT, VARIABLES
 
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 DATA = ".data-00000-of-00001"
@@ -53,7 +54,7 @@ def share(parts: Sequence[Path], whole: Path) -> None:
     if together != _shapes(whole) or len(together) < sum(map(len, shapes)):
         raise ExportError(
             f"The variables of {whole.parent.name} are not those of "
-            f"{', '.join(path.parent.name for path in parts)}: this is a defect of sd_tf."
+            f"{', '.join(path.parent.name for path in parts)}: export all components again."
         )
     rebuild(parts, whole)
 
@@ -81,13 +82,20 @@ def _shapes(model: Path) -> dict[str, list[int]]:
     return {name: shape for name, shape in found.items() if name != OBJECT_GRAPH}
 
 
+def _names(model: Path) -> list[str]:
+    """Return the names of a SavedModel's variables, those last that end where nothing is mapped."""
+    dtypes = tf.train.load_checkpoint(str(model / VARIABLES)).get_variable_to_dtype_map()
+    sizes = {name: math.prod(shape) * dtypes[name].size for name, shape in _shapes(model).items()}
+    return sorted(sizes, key=lambda name: (sizes[name] % ALIGNMENT > 0, name))
+
+
 def _divided(model: Path, folder: Path, rows: Rows) -> list[Path]:
     """Return bundles of a SavedModel's weights and of its places, if it has any.
 
     The weights are linked from a bundle that was divided before, else copied.
     """
     folder.mkdir()
-    names = sorted(_shapes(model))
+    names = _names(model)
     places = [name for name in names if f"{PLACES}/" in name]
     weights = folder / "weights"
     index = model.parent / WEIGHTS_INDEX

@@ -82,6 +82,10 @@ class StoredTensor:
     def itemsize(self) -> int:
         return numpy_dtype(self.dtype).itemsize
 
+    def as_read(self) -> "StoredTensor":
+        """Return the tensor with the dtype of the values that are read."""
+        return replace(self, dtype="bfloat16") if self.dtype.startswith("float8") else self
+
     def rows(self, start: int, stop: int) -> "StoredTensor":
         """Return some rows of the tensor; of one in a file, only these are read."""
         if isinstance(self.read, InFile):

@@ -96,13 +96,16 @@ class Call(Parameters):
         if checked["prompt_syntax"] == WEIGHTED:
             check_weights(manifest)
         _check_negative_prompt(checked, manifest)
-        _check_shares(checked["control_start"], checked["control_end"])
+        _check_shares(
+            _given(known["control_image"], checked["control_image"]),
+            *(checked[name] for name in ("control_start", "control_end")),
+        )
         try:
             manifest.model_calls(checked["scheduler"], checked["num_steps"])
         except ExportError as error:
             raise CallError("num_steps", str(error)) from error
         for name, one in known.items():
-            if one.is_file and one.per is not None and not _has_picture(one, checked[name]):
+            if one.is_file and one.per is not None and not any(_given(one, checked[name])):
                 checked |= {
                     other: None for other in known if name in (other, known[other].goes_with)
                 }
@@ -223,12 +226,12 @@ def _checked(known: Parameter, values: dict[str, Any], manifest: Manifest, size:
     return known.check(value, manifest, size)
 
 
-def _has_picture(known: Parameter, value: Any) -> bool:
-    """Whether a checked value has a picture for any of several models."""
+def _given(known: Parameter, value: Any) -> list[bool]:
+    """Tell for each of several models whether a checked value has a picture; None: for none."""
     if value is None:
-        return False
+        return []
     of_each = value if known.is_many(value) else [value]
-    return any(one is not None for of_models in of_each for one in of_models)
+    return [any(one is not None for one in of_model) for of_model in zip(*of_each, strict=True)]
 
 
 def _check_negative_prompt(checked: dict[str, Any], manifest: Manifest) -> None:
@@ -248,12 +251,10 @@ def _check_negative_prompt(checked: dict[str, Any], manifest: Manifest) -> None:
         raise CallError("negative_prompt", message)
 
 
-def _check_shares(starts: Sequence[float] | None, ends: Sequence[float] | None) -> None:
-    """Refuse a ControlNet's share of the steps that ends before it begins."""
-    if starts is None:
-        return
-    for start, end in zip(starts, ends, strict=True):
-        if start >= end:
+def _check_shares(given: Sequence[bool], starts: Sequence[float], ends: Sequence[float]) -> None:
+    """Refuse a share of the steps that ends before it begins, of a ControlNet with a picture."""
+    for is_given, start, end in zip(given, starts or (), ends or (), strict=False):
+        if is_given and start >= end:
             message = f"control_end is above control_start, {start:g}. Received: {end:g}"
             raise CallError("control_end", message)
 

@@ -19,6 +19,7 @@ from tensorflow.python.saved_model import loader_impl
 from sd_tf.runtime.manifest import FINGERPRINT, ExportError
 
 VARIABLES = "variables/variables"  # below a SavedModel's folder
+ALIGNMENT = 64  # bytes: TensorFlow copies what lies elsewhere in memory
 CHUNK = 1 << 26  # bytes whose fingerprint is taken at once
 # The index is a table as LevelDB writes it: blocks of keys and values, and at the end their places.
 FOOTER = 48

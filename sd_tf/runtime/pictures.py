@@ -74,11 +74,7 @@ def _opened(source, most_pixels: float, convert: Callable[[Image.Image], Any]) -
 
 
 def _alpha(image: Image.Image) -> Image.Image | None:
-    return image.convert("RGBA").getchannel("A") if _has_alpha(image) else None
-
-
-def _has_alpha(image: Image.Image) -> bool:
-    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    return image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -88,7 +84,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         is_16_bit = image.mode != "I" or levels.max() > 255  # "I" has 32 bits, of any range
         scale = 255.0 / 65535.0 if is_16_bit else 1.0
         return Image.fromarray(np.round(levels * scale).clip(0, 255).astype("uint8")).convert("RGB")
-    if _has_alpha(image):
+    if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return image.convert("RGB")
@@ -112,18 +108,19 @@ def levels(picture, size: tuple[int, int]) -> np.ndarray:
 def hint(picture, size: tuple[int, int]) -> np.ndarray:
     """Return a control picture as uint8 (H, W, 3), as diffusers' pipelines of ControlNets take it.
 
-    A PIL image is scaled to `size`, (width, height), in its own mode, and loses its transparency.
+    A PIL image is scaled to `size`, (width, height), in its own mode. What is transparent becomes
+    black; diffusers shows the colours beneath where they are a palette's or nothing is scaled.
     Those of 16 bits are scaled to 8 first, where diffusers clips them.
     """
     if not isinstance(picture, Image.Image):
         return levels(picture, size)
     if picture.mode.startswith("I"):
         picture = to_rgb(picture)
-    elif picture.mode == "PA":  # which Pillow scales to black
-        picture = picture.convert("RGBA")
-    scaled = picture.resize(size, Image.Resampling.LANCZOS)
-    scaled.info.pop("transparency", None)  # of no use without alpha
-    return np.asarray(scaled.convert("RGB"))
+    elif picture.has_transparency_data:
+        scaled = picture.convert("RGBA").resize(size, Image.Resampling.LANCZOS)
+        alpha = np.asarray(scaled.getchannel("A"))
+        return np.asarray(scaled.convert("RGB")) * (alpha > 0)[..., None]
+    return np.asarray(picture.resize(size, Image.Resampling.LANCZOS).convert("RGB"))
 
 
 def middle(picture, size: int) -> np.ndarray:
@@ -136,6 +133,8 @@ def middle(picture, size: int) -> np.ndarray:
         picture = Image.fromarray(_checked(array, (*array.shape[:2], 3)))
     image = to_rgb(picture)
     short, long = sorted(image.size)
+    if not short:
+        raise ValueError(f"A picture has pixels. Received: {image.width}x{image.height}")
     ratio = math.ceil(long / short)
     if ratio > MOST_RATIO:
         raise ValueError(

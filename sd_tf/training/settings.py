@@ -47,7 +47,7 @@ class Settings:
     beta_2: float = setting("AdamW's, for the mean of squared gradients", 0.99)
     clip_norm: float | None = 1.0  # greatest norm of the whole gradient
     averaging: Averaging = Averaging()
-    precision: str = "float32"  # float32 | mixed_bfloat16: variables stay float32
+    precision: str = "float32"  # float32 | mixed_bfloat16: what is trained stays float32
     gradient_checkpointing: bool = False  # for the denoiser's blocks: less memory, more time
     jit_compile: bool = True
     seed: int = setting("of the examples' order, noise, timesteps and dropped captions", 0)

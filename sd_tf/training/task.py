@@ -1,13 +1,14 @@
 """A checkpoint to be trained: its models, the loss over them, and the batches."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import keras
 
 from sd_tf.adapters.adapter import DIFFUSERS_FILE
 from sd_tf.config import PipelineConfig
+from sd_tf.files.tensors import StoredTensor
 from sd_tf.models.controlnet import ControlNet
 from sd_tf.tokenizer import Tokenizer
 from sd_tf.training import inversion
@@ -40,6 +41,8 @@ class TrainingTask:
     lora: Lora | None = None
     inversion: Inversion | None = None
     net: ControlNet | None = None
+    # Tensors, by component, that are saved as they were.
+    unchanged: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
 
     @property
     def painter(self) -> Painter:
@@ -79,4 +82,5 @@ class TrainingTask:
         elif self.net is not None:
             save_controlnet(target, self.net.control, self.net, dtype)
         else:
-            save_folder(target, self.config, self.models, self.tokenizers, dtype)
+            given = (target, self.config, self.models, self.tokenizers, dtype)
+            save_folder(*given, unchanged=self.unchanged)

@@ -55,8 +55,11 @@ def save_folder(
     models: Mapping[str, keras.layers.Layer],
     tokenizers: Mapping[str, Tokenizer],
     dtype: str | None = None,
+    unchanged: Mapping[str, Mapping[str, StoredTensor]] | None = None,
 ) -> None:
     """Write a pipeline that diffusers loads, with tensors of `dtype` (None: the variables' dtype).
+
+    The tensors of components that are `unchanged` are written as they are stored, whatever `dtype`.
 
     Diffusers' files have no fields for the numerics in which KerasCV differs (epsilons, gelu), so
     weights from KerasCV give slightly different results when diffusers computes them. Nor have
@@ -68,6 +71,8 @@ def save_folder(
             f"Received: {', '.join(models) or 'none'}"
         )
     tensors = {name: _tensors_of(model, dtype) for name, model in models.items()}
+    for name, stored in (unchanged or {}).items():
+        tensors[name] = {key: stored[key].as_read() for key in tensors[name]}
     write_folder(folder, config, tensors, tokenizers)
 
 

@@ -98,7 +98,10 @@ def open_image_adapter(path: Path) -> ImageAdapterCheckpoint:
         KEY.sub(lambda m: f"ip_adapter.{places[int(m[1])]}.to_{m[2]}_ip.weight", name): tensor
         for name, tensor in attention.items()
     }
-    sizes = [attention[f"ip_adapter.{place}.to_k_ip.weight"].shape for place in places.values()]
+    sizes = [
+        _shape(attention, f"ip_adapter.{place}.to_k_ip.weight", 2, path)
+        for place in places.values()
+    ]
     config = ImageAdapterConfig(
         _projection(projection, path),
         ImageAttentionConfig(tuple(width for width, _ in sizes), sizes[0][1]),
@@ -112,13 +115,23 @@ def open_image_adapter(path: Path) -> ImageAdapterCheckpoint:
     )
 
 
+def _shape(tensors: Tensors, name: str, rank: int, path: Path) -> tuple[int, ...]:
+    """Return a tensor's shape; CheckpointError if it has another number of dimensions."""
+    found = tensors[name].shape
+    if len(found) != rank:
+        raise CheckpointError(
+            f"{name} of {path} must have {rank} dimensions. Received: {list(found)}"
+        )
+    return found
+
+
 def _projection(tensors: Tensors, path: Path) -> ImageProjectionConfig:
     """Tell the kind of a projection and its sizes by its tensors."""
 
-    def shape(name: str) -> tuple[int, ...]:
+    def shape(name: str, rank: int = 2) -> tuple[int, ...]:
         if name not in tensors:
             raise CheckpointError(f"{path} has no {PROJECTION}{name}, which IP-Adapters have.")
-        return tensors[name].shape
+        return _shape(tensors, name, rank, path)
 
     if "proj.weight" in tensors or "proj.bias" in tensors:
         out, width = shape("proj.weight")
@@ -127,7 +140,7 @@ def _projection(tensors: Tensors, path: Path) -> ImageProjectionConfig:
         context, width = shape("proj.2.weight")
         return ImageProjectionConfig(FULL, width, context)
     if "latents" in tensors:
-        _, count, width = shape("latents")
+        _, count, width = shape("latents", 3)
         layers = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
         return ImageProjectionConfig(
             RESAMPLER,
