@@ -25,7 +25,7 @@ DEMO_PLACES := --adapter_slots 2 --adapter_rank 2 --adapter_layers all
 
 # The embedded checkpoint: exported, verified, drawn, also with adapters, benchmarked with and without
 # XLA.
-demo: $(VENV)/core.stamp
+demo: $(VENV)/$(CORE).stamp
 	@echo "TensorFlow's $(if $(filter cuda,$(CORE)),CUDA build: nvidia-smi lists a GPU,build \
 	for CPUs: nvidia-smi lists no GPU)."
 	$(EXPORT_TINY) $(DEMO_PLACES) --overwrite
@@ -129,17 +129,17 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(VENV)/core.stamp: requirements/core.txt requirements/$(CORE).txt pyproject.toml
+$(VENV)/$(CORE).stamp: requirements/core.txt requirements/$(CORE).txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -r requirements/$(CORE).txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(VENV)/serve.stamp: requirements/serve.txt $(VENV)/core.stamp
+$(VENV)/serve.stamp: requirements/serve.txt $(VENV)/$(CORE).stamp
 	$(PIP) -r requirements/serve.txt
 	touch $@
 
-$(VENV)/bench.stamp: requirements/bench.txt $(VENV)/core.stamp
+$(VENV)/bench.stamp: requirements/bench.txt $(VENV)/$(CORE).stamp
 	$(PIP) -r requirements/bench.txt
 	touch $@
 
@@ -153,7 +153,7 @@ $(VENV)/tools.stamp: tests/tools.py
 	mkdir -p $(VENV)
 	touch $@
 
-$(VENV)/test.stamp: requirements/test.txt requirements/bench.txt requirements/serve.txt $(VENV)/core.stamp
+$(VENV)/test.stamp: requirements/test.txt requirements/bench.txt requirements/serve.txt $(VENV)/$(CORE).stamp
 	$(PIP) -r requirements/test.txt
 	touch $@
 

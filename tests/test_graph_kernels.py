@@ -18,6 +18,7 @@ from sd_tf.runtime.psnr import psnr
 from sd_tf.serving.tf_serving import predict
 from sd_tf.weights import open_checkpoint
 from tests.exports import adapted_export, micro_export, micro_folder, once, pipeline_of
+from tests.fresh import run_python
 
 SIZE = {"batch_size": 2, "height": 16, "width": 16, "max_steps": 2, "target": "cpu"}
 CALL = {"num_steps": 2, "seed": 3}
@@ -59,6 +60,16 @@ def products(graphs):
     return biases, fused
 
 
+PRODUCTS = {"Conv2D", "MatMul", "BatchMatMulV2", "Softmax"}
+
+
+def computed_in(graph):
+    """The expensive operations of a graph, each with what it computes in."""
+    for node in graph.node_def:
+        if node.op in PRODUCTS:
+            yield node.op, tf.dtypes.as_dtype(node.attr["T"].type)
+
+
 def compiles(graphs):
     return any(graph.attr["_XlaMustCompile"].b for graph in graphs.values())
 
@@ -78,6 +89,9 @@ def test_each_product_has_its_bias(component):
     graphs = functions(component, "serving_default")
     biases, fused = products(graphs)
     assert biases == fused > 20
+    kinds = {kind for graph in graphs.values() for kind in computed_in(graph)}
+    assert {operation for operation, _ in kinds} == PRODUCTS
+    assert {dtype for _, dtype in kinds} == {tf.bfloat16}
     assert not compiles(graphs)
     plain_biases, plain_fused = products(functions(component, "plain_serving_default"))
     assert plain_biases > plain_fused, "the rewrite would be of no use"
@@ -138,6 +152,28 @@ def test_weights_are_kept_where_none_change(keeping):
     assert keeping() is None
     keep_weights(fixed)
     assert keeping() == "1"
+
+
+DRAW = """
+import sys
+import numpy as np
+from sd_tf.runtime.pipeline import Pipeline
+
+pipe = Pipeline.load(sys.argv[1], fixed_weights=True)
+pictures = [pipe(prompt, num_steps=2, seed=3).images for prompt in ("a star", "a ring", "a star")]
+np.save(sys.argv[2], pictures)
+"""
+
+
+def test_kept_weights_draw_the_same(tmp_path):
+    """Calls with other prompts, too; kernels that a process keeps are not those of another."""
+    run_python("-c", DRAW, str(bfloat16_export()), str(tmp_path / "kept.npy"))
+    pipe = pipeline_of(bfloat16_export(), jit_compile=True)
+    first, other = (pipe(prompt, **CALL).images for prompt in ("a star", "a ring"))
+    kept = np.load(tmp_path / "kept.npy")
+    np.testing.assert_array_equal(kept[0], kept[2])
+    assert psnr(first, kept[0], peak=255) >= 45 and psnr(other, kept[1], peak=255) >= 45
+    assert psnr(first, other, peak=255) < 30
 
 
 @pytest.mark.parametrize("load", [Pipeline.load, lambda folder: predict.load(folder, ["decoder"])])

@@ -9,7 +9,7 @@ import tensorflow as tf
 from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, export, verify
 from sd_tf.export.replacement import merged
-from sd_tf.models.layers import dense
+from sd_tf.models.layers import conv, dense
 from sd_tf.models.storage import stored_as
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.psnr import psnr
@@ -132,10 +132,14 @@ def test_refusals(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("storage", ["int8", "float16"])
-def test_xla_widens_in_the_loop(storage):
+@pytest.mark.parametrize(
+    ("make", "given", "kernel"),
+    [(dense, (8, 96), "96,96"), (conv, (1, 8, 8, 96), "3,3,96,96")],
+)
+def test_xla_widens_in_the_loop(storage, make, given, kernel):
     """Before it, all kernels would stand in memory as they are computed: see `computed_after`."""
     with stored_as(storage):
-        layer = dense(96, 96)
+        layer = make(96, 96)
 
     @tf.function(jit_compile=True, autograph=False)
     def run(x, count):
@@ -143,10 +147,10 @@ def test_xla_widens_in_the_loop(storage):
             lambda i, _: i < count, lambda i, x: (i + 1, tf.tanh(layer(x))), (0, x)
         )[1]
 
-    code = run.experimental_get_compiler_ir(tf.ones((8, 96)), tf.constant(5))("optimized_hlo")
+    code = run.experimental_get_compiler_ir(tf.ones(given), tf.constant(5))("optimized_hlo")
     [loop] = [line for line in code.splitlines() if " while(" in line]
-    assert "f32[96,96]" not in loop
-    assert {"int8": "s8[96,96]", "float16": "f16[96,96]"}[storage] in loop
+    assert f"f32[{kernel}]" not in loop
+    assert f"{({'int8': 's8', 'float16': 'f16'})[storage]}[{kernel}]" in loop
 
 
 def test_the_graph_widens_one_after_another():

@@ -289,8 +289,8 @@ class Size:
     def _decibels(self, ours: "Running", peer: "Running", stage: str) -> float:
         outputs = [np.load(self._output(engine.name, stage)) for engine in (ours, peer)]
         decibels = agreement.decibels(*outputs)
-        precision = peer.loaded["precision"] or self.options.precision
-        agreement.check(peer.label, stage, decibels, precision)
+        theirs = peer.loaded["precision"] or self.options.precision
+        agreement.check(peer.label, stage, decibels, {self.options.precision, theirs})
         return decibels
 
     def _alternate(self, ours: "Running", peer: "Running", stage: str):
