@@ -814,7 +814,7 @@ def test_sd3s_context_is_as_long_as_its_texts(monkeypatch, capfd):
         assert main([*sd3, *flags]) == 0
     assert [conditioner_of(config).length(config, 1) for config in seen] == [333, 154, 78]
     assert main([*MEMORY, "--family", "sd1", "--max_sequence_length", "77"]) == 1
-    assert "`max_sequence_length` is for SD3 and Flux" in capfd.readouterr().err
+    assert "--max_sequence_length is for SD3 and Flux" in capfd.readouterr().err
 
 
 def test_training_that_does_not_fit(monkeypatch, capfd):
@@ -829,6 +829,15 @@ def test_training_that_does_not_fit(monkeypatch, capfd):
     assert "kept: Ran out of memory." in said
     assert "| kept | – | – | does not fit |" in said
     assert "| computed again | 1.00 | 1.00 | 2.00 of 16.9 |" in said
+    # 4 bytes of CLIP-L's parameters, as published.
+    assert f"take {4 * 123_060_480 / 1e9:.2f} GB more on each chip" in said
+
+
+def test_t5_is_counted_in_bfloat16():
+    """Beside CLIP-L and CLIP-G with their projections; sizes as published."""
+    clips, t5 = 123_650_304 + 694_659_840, 4_762_310_656
+    assert memory.text_bytes(FAMILIES["sd3.5-medium"], "mixed_bfloat16") == 4 * clips + 2 * t5
+    assert memory.text_bytes(FAMILIES["sd3.5-medium"], "float32") == 4 * (clips + t5)
 
 
 def test_what_is_trained_is_estimated(capsys):

@@ -54,6 +54,14 @@ def tokenize_for(tokenizers: Mapping[str, Tokenizer]) -> Tokenize:
     return tokenize
 
 
+def text_precisions(config: PipelineConfig, precision: str) -> dict[str, str]:
+    """Return each text encoder's precision. T5 is never trained, so it needs no float32 weights."""
+    precisions = dict.fromkeys(config.text_encoders, precision)
+    if precision == "mixed_bfloat16":
+        precisions |= dict.fromkeys(config.t5_encoders, "bfloat16")
+    return precisions
+
+
 def time_ids(config: PipelineConfig, source: Source, cache: Path) -> np.ndarray | None:
     """Return SDXL's numbers of each picture, float32 (N, 6), or None for other families.
 

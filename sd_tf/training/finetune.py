@@ -4,12 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import keras
-
 from sd_tf.config import family_of
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.training.batches import LatentBatches, PriorBatches, check_run
-from sd_tf.training.conditions import check_trainable, time_ids, tokenize_for
+from sd_tf.training.conditions import check_trainable, text_precisions, time_ids, tokenize_for
 from sd_tf.training.data import Source
 from sd_tf.training.hosts import by_itself, this_host
 from sd_tf.training.inversion import Inversion, InversionOptions, with_placeholder
@@ -107,14 +105,6 @@ def finetune(
         return task.run(settings, folder, options.save_dtype, report, sample)
 
 
-def _text_encoders(checkpoint: Checkpoint, precision: str) -> dict[str, keras.layers.Layer]:
-    """Build a checkpoint's text encoders. T5 is never trained, so it needs no float32 variables."""
-    precisions = dict.fromkeys(checkpoint.config.text_encoders, precision)
-    if precision == "mixed_bfloat16":
-        precisions |= dict.fromkeys(checkpoint.config.t5_encoders, "bfloat16")
-    return {name: checkpoint.build(name, one) for name, one in precisions.items()}
-
-
 def prepare(
     checkpoint: Checkpoint,
     source: Source,
@@ -167,7 +157,8 @@ def prepare(
     denoiser = checkpoint.build(denoiser_name, settings.precision)
     if settings.gradient_checkpointing:
         recomputed(denoiser)
-    encoders = _text_encoders(checkpoint, settings.precision)
+    precisions = text_precisions(config, settings.precision)
+    encoders = {name: checkpoint.build(name, one) for name, one in precisions.items()}
     clips = {name: encoders[name] for name in config.clip_encoders}
     for name, encoder in encoders.items():
         encoder.trainable = options.train_text_encoder and name in clips

@@ -14,7 +14,7 @@ from sd_tf.jax import chips
 from sd_tf.jax.compile import figures_of
 from sd_tf.jax.sharding import check_mesh, make_mesh, of_value
 from sd_tf.models import deferred_variables
-from sd_tf.training.conditions import check_trainable
+from sd_tf.training.conditions import check_trainable, text_precisions
 from sd_tf.training.edit import check_family
 from sd_tf.training.hosts import check_parts
 from sd_tf.training.losses import Denoising, recomputed
@@ -118,3 +118,14 @@ def table(
         f"{settings.precision}; time = max(arithmetic, memory) at published peaks\n"
     )
     report(chips.table("denoiser's blocks", "weights and moments", "example", "an update", rows))
+    texts = text_bytes(config, settings.precision) / 1e9
+    report(f"\nThe text encoders, which are not counted, take {texts:.2f} GB more on each chip.")
+
+
+def text_bytes(config: PipelineConfig, precision: str) -> int:
+    """Return the size of the text encoders' weights in training."""
+    return sum(
+        math.prod(variable.shape) * jax.numpy.dtype(variable.dtype).itemsize
+        for name, one in text_precisions(config, precision).items()
+        for variable in abstract_model(config.text_encoders[name], one).variables
+    )
