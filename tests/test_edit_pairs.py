@@ -13,7 +13,7 @@ from PIL import Image
 from sd_tf.cli.main import main
 from sd_tf.training import world
 from sd_tf.training.hosts import Host
-from sd_tf.training.pairs import WorldPairs, open_pairs
+from sd_tf.training.pairs import CONTROLS, WorldPairs, open_pairs
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.edits import KINDS
 from sd_tf.training.world.scene import HELD_OUT, SPLITS
@@ -144,6 +144,28 @@ def test_the_other_published_layout(tmp_path):
     write(tmp_path / "toy.parquet", [row])
     pair = open_pairs(tmp_path / "toy.parquet").pair(0)
     assert pair.text == "make it blue" and pair.before.size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("conditioning_image", "text", "image"),
+        ("control_image", "caption", "image"),
+        ("source", "text", "target"),
+    ],
+)
+def test_pairs_for_a_controlnet(tmp_path, names):
+    """As the Hub's data sets for ControlNets name them: the drawing, the caption, the picture."""
+    drawing, picture = (png(Image.new("RGB", (8, 8), colour)) for colour in ("black", "red"))
+    row = dict(zip(names, (drawing, "a red field", {"bytes": picture, "path": None}), strict=True))
+    write(tmp_path / "data.parquet", [row] * 3)
+    pairs = open_pairs(tmp_path / "data.parquet", columns=CONTROLS)
+    pair = pairs.pair(2)
+    assert len(pairs) == 3 and pair.text == "a red field"
+    assert [one.getpixel((0, 0)) for one in (pair.before, pair.after)] == [(0, 0, 0), (255, 0, 0)]
+    with pytest.raises(TrainingError, match="conditioning_image"):
+        write(tmp_path / "other.parquet", [{**GOOD, "input_image": drawing}])
+        open_pairs(tmp_path / "other.parquet", columns=CONTROLS)
 
 
 def test_an_epoch_gives_every_pair_once(written):
