@@ -18,7 +18,7 @@ pytestmark = pytest.mark.backend
 
 TOLERANCE = 1e-4  # of the reference's largest value
 SIZES = [(8, 8), (16, 8)]  # latent height and width
-FAMILIES = peers.FAMILIES
+FAMILIES, TRANSFORMERS = peers.FAMILIES, ("sd3-without-t5", "flux-schnell")
 if keras.backend.backend() == "jax":  # those of other families differ in their numbers of channels
     SIZES, FAMILIES = SIZES[1:], ("sd1", "sd2-base", "sdxl-base")
 
@@ -113,6 +113,21 @@ def test_text_encoders(pair):
     assert "pooled" in ours or "text_encoder_2" not in checkpoint.config.text_encoders
 
 
+@pytest.mark.parametrize("pair", TRANSFORMERS, indirect=True)
+def test_clip_encoders_of_transformers(pair):
+    """SD3 takes the layer before the last, and projected texts; Flux the text as it is pooled."""
+    pipeline, checkpoint = pair
+    is_flux = checkpoint.config.denoiser.conditioner == "flux"
+    for name in checkpoint.config.clip_encoders:
+        tokens = checkpoint.tokenizer(name)(PROMPTS)
+        with torch.no_grad():
+            theirs = getattr(pipeline, name)(to_torch(tokens), output_hidden_states=True)
+        ours = checkpoint.build(name)(tokens)
+        close(ours["pooled"], theirs.pooler_output if is_flux else theirs.text_embeds)
+        if not is_flux:
+            close(ours["context"], theirs.hidden_states[-2])
+
+
 @pytest.mark.parametrize("layer", [1, 2, 3])
 def test_every_hidden_layer(small_pipelines, layer):
     """The last layer's states or an earlier one's, and then the final norm."""
@@ -158,11 +173,13 @@ def test_unet(pair, size):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("pair", [*FAMILIES, *TRANSFORMERS], indirect=True)
 def test_vae(pair, size):
     pipeline, checkpoint = pair
     rng = np.random.default_rng(size)
     vae = checkpoint.build("vae")
-    latents = rng.standard_normal((2, *size, 4)).astype("float32")
+    channels = checkpoint.config.autoencoder.latent_channels
+    latents = rng.standard_normal((2, *size, channels)).astype("float32")
     images = rng.uniform(-1, 1, (2, 8 * size[0], 8 * size[1], 3)).astype("float32")
     with torch.no_grad():
         decoded = pipeline.vae.decode(channels_first(latents)).sample
