@@ -36,7 +36,6 @@ def test_engines_in_turn(tmp_path, small_pipelines, capsys, pipeline, engines, b
     assert f"64 px, batch {batch}, float32" in capsys.readouterr().out
 
 
-@pytest.mark.long
 def test_engines_that_fail_leave_the_others_their_figures(
     tmp_path, small_pipelines, monkeypatch, capsys
 ):

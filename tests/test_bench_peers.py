@@ -250,11 +250,11 @@ def test_decibels():
 
 
 def test_a_peer_that_does_other_work():
-    agreement.check("OpenVINO", "decoder", 40.0, ["float32"])
-    agreement.check("OpenVINO", "decoder", 12.0, ["bfloat16"])
-    agreement.check("OpenVINO", "decoder", 12.0, ["float32", "bfloat16"])
+    agreement.check("OpenVINO", "decoder", 40.0, "float32", "float32")
+    for coarse in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16")):
+        agreement.check("OpenVINO", "decoder", 12.0, *coarse)
     with pytest.raises(BenchError, match=r"Received: 39\.9 dB of OpenVINO in the stage decoder"):
-        agreement.check("OpenVINO", "decoder", 39.9, ["float32"])
+        agreement.check("OpenVINO", "decoder", 39.9, "float32", "float32")
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

@@ -299,7 +299,7 @@ def test_a_checkpoint_is_fine_tuned(small_pipelines, tmp_path):
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
 def test_t5_is_never_trained(small_pipelines, tmp_path, precision):
-    """Nor does it need variables that could be."""
+    """In mixed precision its variables are bfloat16: they need no room for small updates."""
     checkpoint, _ = opened(small_pipelines, "sd3", without=())
     options = FinetuneOptions(train_text_encoder=True)
     settings = replace(SETTINGS, precision=precision)

@@ -166,7 +166,7 @@ np.save(sys.argv[2], pictures)
 
 
 def test_kept_weights_draw_the_same(tmp_path):
-    """Calls with other prompts, too; kernels that a process keeps are not those of another."""
+    """Calls with other prompts, too: what is kept depends on nothing that a call gives."""
     run_python("-c", DRAW, str(bfloat16_export()), str(tmp_path / "kept.npy"))
     pipe = pipeline_of(bfloat16_export(), jit_compile=True)
     first, other = (pipe(prompt, **CALL).images for prompt in ("a star", "a ring"))

@@ -88,7 +88,7 @@ def add_train_text_encoder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train_text_encoder",
         action="store_true",
-        help="train the text encoders, too, not the denoiser alone",
+        help="train the CLIP encoders, too, not the denoiser alone",
     )
 
 
@@ -154,7 +154,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "--save_dtype",
         choices=["float32", "float16"],
         default="float32",
-        help="of what is trained, as it is saved (default: float32)",
+        help="of what is saved, but T5, which stays as it is (default: float32)",
     )
     add_precision(parser, "float32")
     parser.add_argument(

@@ -54,7 +54,7 @@ def share(parts: Sequence[Path], whole: Path) -> None:
     if together != _shapes(whole) or len(together) < sum(map(len, shapes)):
         raise ExportError(
             f"The variables of {whole.parent.name} are not those of "
-            f"{', '.join(path.parent.name for path in parts)}: export all components again."
+            f"{', '.join(path.parent.name for path in parts)}: this is a defect of sd_tf."
         )
     rebuild(parts, whole)
 
@@ -83,7 +83,10 @@ def _shapes(model: Path) -> dict[str, list[int]]:
 
 
 def _names(model: Path) -> list[str]:
-    """Return the names of a SavedModel's variables, those last that end where nothing is mapped."""
+    """Return the names of a SavedModel's variables, in the order in which a file holds them.
+
+    Those whose size is no multiple of `ALIGNMENT` are last: what follows them cannot be mapped.
+    """
     dtypes = tf.train.load_checkpoint(str(model / VARIABLES)).get_variable_to_dtype_map()
     sizes = {name: math.prod(shape) * dtypes[name].size for name, shape in _shapes(model).items()}
     return sorted(sizes, key=lambda name: (sizes[name] % ALIGNMENT > 0, name))

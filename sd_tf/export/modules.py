@@ -76,7 +76,8 @@ class ComponentModule(tf.Module):
 def keep_variables(module: tf.Module, component: Component) -> None:
     """Have a module save a component's variables, under the same names in every module.
 
-    Files hold them one after the other. Those that end where nothing can be mapped come last.
+    Files hold them in this order. Those whose size is no multiple of `ALIGNMENT` come last: what
+    follows them cannot be mapped.
     """
     variables = [variable.value for variable in component.variables.values()]
     variables.sort(key=lambda x: x.shape.num_elements() * x.dtype.size % ALIGNMENT > 0)

@@ -251,9 +251,13 @@ def _check_negative_prompt(checked: dict[str, Any], manifest: Manifest) -> None:
         raise CallError("negative_prompt", message)
 
 
-def _check_shares(given: Sequence[bool], starts: Sequence[float], ends: Sequence[float]) -> None:
+def _check_shares(
+    given: Sequence[bool], starts: Sequence[float] | None, ends: Sequence[float] | None
+) -> None:
     """Refuse a share of the steps that ends before it begins, of a ControlNet with a picture."""
-    for is_given, start, end in zip(given, starts or (), ends or (), strict=False):
+    if not any(given):
+        return
+    for is_given, start, end in zip(given, starts, ends, strict=True):
         if is_given and start >= end:
             message = f"control_end is above control_start, {start:g}. Received: {end:g}"
             raise CallError("control_end", message)

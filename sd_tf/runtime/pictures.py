@@ -108,19 +108,20 @@ def levels(picture, size: tuple[int, int]) -> np.ndarray:
 def hint(picture, size: tuple[int, int]) -> np.ndarray:
     """Return a control picture as uint8 (H, W, 3), as diffusers' pipelines of ControlNets take it.
 
-    A PIL image is scaled to `size`, (width, height), in its own mode. What is transparent becomes
-    black; diffusers shows the colours beneath where they are a palette's or nothing is scaled.
-    Those of 16 bits are scaled to 8 first, where diffusers clips them.
+    A PIL image is scaled to `size`, (width, height), in its own mode; one with transparent pixels
+    as RGBA, and they become black. (Diffusers shows their colours where nothing is scaled, and
+    scales palettes as they are.) 16 bits become 8 first, where diffusers clips them.
     """
     if not isinstance(picture, Image.Image):
         return levels(picture, size)
     if picture.mode.startswith("I"):
         picture = to_rgb(picture)
-    elif picture.has_transparency_data:
-        scaled = picture.convert("RGBA").resize(size, Image.Resampling.LANCZOS)
-        alpha = np.asarray(scaled.getchannel("A"))
-        return np.asarray(scaled.convert("RGB")) * (alpha > 0)[..., None]
-    return np.asarray(picture.resize(size, Image.Resampling.LANCZOS).convert("RGB"))
+    if picture.has_transparency_data:
+        weighted = picture.convert("RGBA").convert("RGBa")  # by alpha, as Pillow scales them
+        scaled = weighted.resize(size, Image.Resampling.LANCZOS).convert("RGBA")
+    else:
+        scaled = picture.resize(size, Image.Resampling.LANCZOS)
+    return np.asarray(scaled.convert("RGB"))
 
 
 def middle(picture, size: int) -> np.ndarray:

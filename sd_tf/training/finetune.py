@@ -33,7 +33,7 @@ class FinetuneOptions:
     caption_dropout: float = 0.1  # share of examples whose caption is dropped
     min_snr: float | None = 5.0  # bound of the loss's weights; None: equal weights
     first_timestep: int = 0  # train only noise levels from this one on
-    save_dtype: str | None = None  # of what may be trained; None: the variables', float32
+    save_dtype: str | None = None  # of all but T5; None: the variables', float32
     lora: LoraOptions | None = None  # train an adapter, not the weights
     prior_weight: float = 1.0  # of the loss of a prior's pictures
     inversion: InversionOptions | None = None  # train a token's vectors, not the weights

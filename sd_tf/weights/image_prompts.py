@@ -93,15 +93,12 @@ def open_image_adapter(path: Path) -> ImageAdapterCheckpoint:
             f"{path} is incomplete: keys and values come in pairs, and it lacks "
             f"{shortened(lacking)}."
         )
+    sizes = [_shape(stored, f"{ATTENTION}{number}.to_k_ip.weight", 2, path) for number in numbers]
     places = {number: place for place, number in enumerate(numbers)}
     attention = {
         KEY.sub(lambda m: f"ip_adapter.{places[int(m[1])]}.to_{m[2]}_ip.weight", name): tensor
         for name, tensor in attention.items()
     }
-    sizes = [
-        _shape(attention, f"ip_adapter.{place}.to_k_ip.weight", 2, path)
-        for place in places.values()
-    ]
     config = ImageAdapterConfig(
         _projection(projection, path),
         ImageAttentionConfig(tuple(width for width, _ in sizes), sizes[0][1]),
@@ -115,12 +112,15 @@ def open_image_adapter(path: Path) -> ImageAdapterCheckpoint:
     )
 
 
-def _shape(tensors: Tensors, name: str, rank: int, path: Path) -> tuple[int, ...]:
-    """Return a tensor's shape; CheckpointError if it has another number of dimensions."""
+def _shape(tensors: Tensors, name: str, rank: int, path: Path, prefix: str = "") -> tuple[int, ...]:
+    """Return a tensor's shape; CheckpointError if it has another number of dimensions.
+
+    `prefix` is what the file has before the name.
+    """
     found = tensors[name].shape
     if len(found) != rank:
         raise CheckpointError(
-            f"{name} of {path} must have {rank} dimensions. Received: {list(found)}"
+            f"{prefix}{name} of {path} must have {rank} dimensions. Received: {list(found)}"
         )
     return found
 
@@ -131,7 +131,7 @@ def _projection(tensors: Tensors, path: Path) -> ImageProjectionConfig:
     def shape(name: str, rank: int = 2) -> tuple[int, ...]:
         if name not in tensors:
             raise CheckpointError(f"{path} has no {PROJECTION}{name}, which IP-Adapters have.")
-        return _shape(tensors, name, rank, path)
+        return _shape(tensors, name, rank, path, PROJECTION)
 
     if "proj.weight" in tensors or "proj.bias" in tensors:
         out, width = shape("proj.weight")

@@ -114,7 +114,7 @@ def _measure(name: str, options: DenoiserOptions, inputs: Path, work: Path, foun
         ]
         memory = worker.ask("memory")["peak_memory_bytes"]
     decibels = agreement.decibels(np.load(work / f"denoiser-{OURS}.npy"), np.load(output))
-    agreement.check(record["label"], CALL, decibels, options.precision)
+    agreement.check(record["label"], CALL, decibels, options.precision, options.precision)
     record |= {
         "psnr": decibels,
         "first_seconds": loaded["compile_seconds"] + first,

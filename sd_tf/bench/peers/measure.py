@@ -290,7 +290,7 @@ class Size:
         outputs = [np.load(self._output(engine.name, stage)) for engine in (ours, peer)]
         decibels = agreement.decibels(*outputs)
         theirs = peer.loaded["precision"] or self.options.precision
-        agreement.check(peer.label, stage, decibels, {self.options.precision, theirs})
+        agreement.check(peer.label, stage, decibels, self.options.precision, theirs)
         return decibels
 
     def _alternate(self, ours: "Running", peer: "Running", stage: str):
