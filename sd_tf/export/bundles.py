@@ -8,7 +8,6 @@ adapters need new files for the places alone.
 
 import contextlib
 import errno
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import tensorflow as tf
 
 from sd_tf.files.publish import link
 from sd_tf.runtime.manifest import ExportError
-from sd_tf.runtime.mapped import ALIGNMENT, VARIABLES
+from sd_tf.runtime.mapped import VARIABLES, comes_last
 
 OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 DATA = ".data-00000-of-00001"
@@ -83,13 +82,13 @@ def _shapes(model: Path) -> dict[str, list[int]]:
 
 
 def _names(model: Path) -> list[str]:
-    """Return the names of a SavedModel's variables, in the order in which a file holds them.
-
-    Those whose size is no multiple of `ALIGNMENT` are last: what follows them cannot be mapped.
-    """
+    """Return the names of a SavedModel's variables, in the order in which a file holds them."""
     dtypes = tf.train.load_checkpoint(str(model / VARIABLES)).get_variable_to_dtype_map()
-    sizes = {name: math.prod(shape) * dtypes[name].size for name, shape in _shapes(model).items()}
-    return sorted(sizes, key=lambda name: (sizes[name] % ALIGNMENT > 0, name))
+    last = {
+        name: comes_last(dtypes[name], tf.TensorShape(shape))
+        for name, shape in _shapes(model).items()
+    }
+    return sorted(last, key=lambda name: (last[name], name))
 
 
 def _divided(model: Path, folder: Path, rows: Rows) -> list[Path]:

@@ -16,7 +16,7 @@ from sd_tf.components.build import Component
 from sd_tf.config.rewrites import AS_WRITTEN, Rewrites
 from sd_tf.export.bundles import PLACES
 from sd_tf.models.lowering import lowered, rewrites
-from sd_tf.runtime.mapped import ALIGNMENT
+from sd_tf.runtime.mapped import comes_last
 from sd_tf.runtime.runner import PLAIN
 from sd_tf.runtime.shapes import Shapes, Size
 from sd_tf.sampling.packed import Packed
@@ -76,11 +76,10 @@ class ComponentModule(tf.Module):
 def keep_variables(module: tf.Module, component: Component) -> None:
     """Have a module save a component's variables, under the same names in every module.
 
-    Files hold them in this order. Those whose size is no multiple of `ALIGNMENT` come last: what
-    follows them cannot be mapped.
+    Files hold them in this order.
     """
     variables = [variable.value for variable in component.variables.values()]
-    variables.sort(key=lambda x: x.shape.num_elements() * x.dtype.size % ALIGNMENT > 0)
+    variables.sort(key=lambda x: comes_last(x.dtype, x.shape))
     setattr(module, component.name, variables)
     places = component.places.variables
     for variable in places.values():

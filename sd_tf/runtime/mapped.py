@@ -28,6 +28,11 @@ UNCOMPRESSED = 0
 RESTARTS = 4  # bytes of each number behind a block's entries
 
 
+def comes_last(dtype: tf.DType, shape: tf.TensorShape) -> bool:
+    """Tell whether what follows a value in a file could not be mapped."""
+    return shape.num_elements() * dtype.size % ALIGNMENT > 0
+
+
 class NotMappedError(Exception):
     """A SavedModel whose variables have to be restored: why."""
 
