@@ -149,6 +149,19 @@ def test_a_checkpoint_is_trained_without_what_was_added(check):
     check(open_checkpoint(micro_folder()).config)
 
 
+def test_a_net_stands_beside_bfloat16():
+    """In mixed precision the frozen models need no float32 weights; the loss is that of float32."""
+    losses, checkpoint = [], open_checkpoint(micro_folder())
+    for precision in ("float32", "mixed_bfloat16"):
+        settings = replace(micro.SETTINGS, precision=precision)
+        task = prepare(checkpoint, PAIRS, settings, ControlOptions(16))
+        losses.append(float(task.loss(task.batches(0))[0]))
+        assert {v.dtype for v in task.net.variables} == {"float32"}
+    for name in ("unet", "text_encoder"):
+        assert {v.dtype for v in task.models[name].variables} == {"bfloat16"}
+    assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[1] != losses[0]
+
+
 # Batches
 
 

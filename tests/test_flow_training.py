@@ -31,7 +31,7 @@ from sd_tf.training.step import compiled_step
 from sd_tf.training.trainer import optimizer_for
 from sd_tf.weights import layout, open_checkpoint, save_folder
 from tests import micro
-from tests.test_lora_training import peft_model, tensor
+from tests.test_lora_training import fill, peft_model, tensor
 
 STEPS = 4
 SETTINGS = Settings(
@@ -313,6 +313,24 @@ def test_t5_is_never_trained(small_pipelines, tmp_path, precision):
     for name in ("transformer", "text_encoder", "text_encoder_2"):
         assert kinds[name] == (True, {"float32"})
     assert task.batches(0)["t5_tokens"].shape == (3, 256)
+
+
+def test_adapters_stand_beside_bfloat16(small_pipelines, tmp_path):
+    """In mixed precision no frozen weight is float32, and the loss is that of float32."""
+    checkpoint, _ = opened(small_pipelines, "sd3")
+    options, losses = FinetuneOptions(lora=LoraOptions(rank=2)), []
+    for precision in ("float32", "mixed_bfloat16"):
+        settings = replace(SETTINGS, precision=precision)
+        folder = tmp_path / precision
+        task = prepare(checkpoint, World(3, 16), settings, options, folder, lambda text: None, None)
+        fill(task.lora)
+        loss, _ = task.loss(task.batches(0))
+        losses.append(float(loss))
+        assert {v.dtype for v in task.lora.variables} == {"float32"}
+    frozen = [task.models[name] for name in checkpoint.config.text_encoders]
+    frozen.append(task.models["transformer"])
+    assert {v.dtype for model in frozen for v in model.variables} == {"bfloat16"}
+    assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[1] != losses[0]
 
 
 def test_everything_is_saved_with_its_t5(small_pipelines, tmp_path):

@@ -10,7 +10,7 @@ from sd_tf.files import atomic
 from sd_tf.runtime.text_inputs import ids_and_weights
 from sd_tf.tokenizer import Tokenizer
 from sd_tf.training.data import Source
-from sd_tf.training.settings import TrainingError
+from sd_tf.training.settings import TrainingError, frozen_precision
 
 SIZES = "sizes.npy"
 
@@ -54,12 +54,13 @@ def tokenize_for(tokenizers: Mapping[str, Tokenizer]) -> Tokenize:
     return tokenize
 
 
-def text_precisions(config: PipelineConfig, precision: str) -> dict[str, str]:
-    """Return each text encoder's precision. T5 is never trained, so it needs no float32 weights."""
-    precisions = dict.fromkeys(config.text_encoders, precision)
-    if precision == "mixed_bfloat16":
-        precisions |= dict.fromkeys(config.t5_encoders, "bfloat16")
-    return precisions
+def text_precisions(
+    config: PipelineConfig, precision: str, are_frozen: bool = False
+) -> dict[str, str]:
+    """Return each text encoder's precision; T5 is never trained."""
+    frozen = frozen_precision(precision)
+    of_t5 = dict.fromkeys(config.t5_encoders, frozen)
+    return {**dict.fromkeys(config.text_encoders, frozen if are_frozen else precision), **of_t5}
 
 
 def time_ids(config: PipelineConfig, source: Source, cache: Path) -> np.ndarray | None:

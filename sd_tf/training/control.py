@@ -17,7 +17,7 @@ from sd_tf.training.initial_weights import initialize
 from sd_tf.training.losses import Denoising, Steered, Steering, freeze, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
 from sd_tf.training.pairs import Pairs
-from sd_tf.training.settings import Settings, TrainingError
+from sd_tf.training.settings import Settings, TrainingError, frozen_precision
 from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint, CheckpointError, layout
@@ -142,7 +142,7 @@ def prepare(
     batches = ControlBatches(pairs, settings, options, config, tokenize, host)
     vae = freeze(checkpoint.build("vae"))
     models = {
-        name: freeze(checkpoint.build(name, settings.precision))
+        name: freeze(checkpoint.build(name, frozen_precision(settings.precision)))
         for name in (*config.text_encoders, "unet")
     }
     net = new_net(checkpoint, settings.precision, settings.seed)

@@ -29,7 +29,7 @@ from sd_tf.training.losses import Denoising, Editing, freeze, recomputed
 from sd_tf.training.origin import Record, check_cache, mark_cache, of_checkpoint
 from sd_tf.training.pairs import Pairs
 from sd_tf.training.picture_input import with_picture_input
-from sd_tf.training.settings import LoraOptions, Settings, TrainingError
+from sd_tf.training.settings import LoraOptions, Settings, TrainingError, frozen_precision
 from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
@@ -270,12 +270,15 @@ def prepare(
     begun = {"checkpoint": of_checkpoint(checkpoint), "data": pairs.record(), "hosts": host.count}
     checkpoint = with_picture_input(checkpoint)
     config = checkpoint.config
+    precision = settings.precision
+    if options.lora is not None:
+        precision = frozen_precision(precision)
     tokenizers = checkpoint.tokenizers()
     has_states = options.precompute and not options.train_text_encoder
     with by_itself() if options.precompute else nullcontext():
         vae = freeze(checkpoint.build("vae"))
     with by_itself() if has_states else nullcontext():
-        text_encoder = checkpoint.build("text_encoder", settings.precision)
+        text_encoder = checkpoint.build("text_encoder", precision)
     text_encoder.trainable = options.train_text_encoder
     given = (pairs, settings, options, config, tokenize_for(tokenizers))
     if options.precompute:
@@ -287,7 +290,7 @@ def prepare(
         batches = PrecomputedBatches(*given, cache, host)
     else:
         batches = EditBatches(*given, host)
-    unet = checkpoint.build("unet", settings.precision)
+    unet = checkpoint.build("unet", precision)
     if settings.gradient_checkpointing:
         recomputed(unet)
     encoders = [] if has_states else [text_encoder]

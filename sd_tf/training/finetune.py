@@ -15,7 +15,7 @@ from sd_tf.training.latents import CACHE, cached_latents
 from sd_tf.training.lora import adapt, recorded
 from sd_tf.training.losses import Denoising, freeze_unused, recomputed
 from sd_tf.training.origin import Record, of_checkpoint
-from sd_tf.training.settings import LoraOptions, Settings, TrainingError
+from sd_tf.training.settings import LoraOptions, Settings, TrainingError, frozen_precision
 from sd_tf.training.task import TrainingTask
 from sd_tf.training.trainer import alone_in
 from sd_tf.weights import Checkpoint
@@ -153,11 +153,15 @@ def prepare(
         of_class = batches_of(prior, PRIOR_CACHE, others)
         batches = PriorBatches(batches, of_class, options.prior_weight)
 
-    denoiser_name = config.denoiser.component
-    denoiser = checkpoint.build(denoiser_name, settings.precision)
+    denoiser_name, precision = config.denoiser.component, settings.precision
+    is_adapted = options.lora is not None
+    is_frozen = is_adapted or options.inversion is not None
+    denoiser = checkpoint.build(
+        denoiser_name, frozen_precision(precision) if is_frozen else precision
+    )
     if settings.gradient_checkpointing:
         recomputed(denoiser)
-    precisions = text_precisions(config, settings.precision)
+    precisions = text_precisions(config, precision, are_frozen=is_adapted)
     encoders = {name: checkpoint.build(name, one) for name, one in precisions.items()}
     clips = {name: encoders[name] for name in config.clip_encoders}
     for name, encoder in encoders.items():

@@ -101,6 +101,12 @@ MAY_CHANGE = (
 )
 PRECISIONS = ("float32", "mixed_bfloat16")
 
+
+def frozen_precision(precision: str) -> str:
+    """Return the precision of frozen models: no small updates need weights of float32."""
+    return "bfloat16" if precision == "mixed_bfloat16" else precision
+
+
 # The ends of the names of the layers that get a branch: all linear layers of the transformers, and
 # 1×1 convolutions where they stand for one, as in kohya's scripts.
 LORA_UNET = (
