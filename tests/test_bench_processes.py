@@ -54,6 +54,19 @@ def test_a_worker_that_is_told_to_end(tmp_path):
         process.ask("load")
 
 
+def test_a_worker_that_others_outlive(tmp_path, monkeypatch):
+    """What it started holds its end of the pipe, here for half a minute."""
+    start, dying = subprocess.Popen, ["sh", "-c", "sleep 30 & read request; exit 3"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(dying, **options))
+    begun = time.monotonic()
+    with (
+        Process(job(), tmp_path / "log.txt") as process,
+        pytest.raises(BenchError, match="The process ended with status 3"),
+    ):
+        process.ask("load")
+    assert time.monotonic() - begun < 20
+
+
 def test_a_worker_whose_caller_ends(tmp_path):
     """It ends while it works: what it would answer nobody reads, and a call may take minutes."""
     process = Process(job(), tmp_path / "log.txt")._process

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -75,7 +76,7 @@ class Process:
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            line = self._line()
         except BrokenPipeError:
             line = ""
         if not line:
@@ -92,3 +93,16 @@ class Process:
             kind = NoGpuError if reply["kind"] == NoGpuError.__name__ else BenchError
             raise kind(f"{reply['kind']}: {reply['error']} (log: {self._log})")
         return reply
+
+    def _line(self) -> str:
+        """Return the worker's next line, or nothing if it ended.
+
+        Processes that it started may outlive it, and hold its end of the pipe.
+        """
+        stdout = self._process.stdout
+        while True:
+            has_ended = self._process.poll() is not None
+            if select.select([stdout], [], [], 0.0 if has_ended else 1.0)[0]:
+                return stdout.readline()
+            if has_ended:
+                return ""

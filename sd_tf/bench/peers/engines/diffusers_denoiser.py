@@ -83,6 +83,7 @@ class Flux(torch.nn.Module):
 
 def _on_openvino(model, arguments: dict[str, torch.Tensor], job: Job) -> Loaded:
     import openvino
+    from openvino.preprocess import PrePostProcessor
 
     from sd_tf.bench.peers.engines.openvino_ir import settings_for
 
@@ -92,7 +93,10 @@ def _on_openvino(model, arguments: dict[str, torch.Tensor], job: Job) -> Loaded:
         with torch.no_grad():
             converted = openvino.convert_model(model, example_input=tuple(arguments.values()))
         converted.reshape(dict(enumerate(value.shape for value in inputs)))
-        return openvino.Core().compile_model(converted, "CPU", settings_for(job))
+        outside = PrePostProcessor(converted)  # NumPy has no bfloat16
+        for place in (*map(outside.input, range(len(inputs))), outside.output(0)):
+            place.tensor().set_element_type(openvino.Type.f32)
+        return openvino.Core().compile_model(outside.build(), "CPU", settings_for(job))
 
     call, seconds = timed(compiled)
     return Loaded(
