@@ -18,7 +18,7 @@ from tests.exports import micro_folder
     [
         ("sd3-without-t5", "torch,jax", 2, "float32", 90),
         ("flux-schnell", "openvino", 1, "float32", 90),
-        ("sd3-without-t5", "torch,openvino", 2, "bfloat16", 30),
+        ("sd3-without-t5", "torch,openvino", 2, "bfloat16", 25),
     ],
 )
 def test_engines_in_turn(

@@ -7,6 +7,7 @@ import json
 import urllib.request
 from dataclasses import replace
 
+import diffusers
 import numpy as np
 import pytest
 from PIL import Image
@@ -21,7 +22,7 @@ from sd_tf.serving.tf_serving.predict import ModelServer, load
 from sd_tf.weights import open_checkpoint
 from tests import peer_transformers
 from tests.fronts import running_front
-from tests.peer_pipelines import check_pictures, psnr
+from tests.peer_pipelines import channels_first, check_pictures, psnr
 from tests.serving_server import grpc_server
 
 LENGTH = 32
@@ -128,6 +129,54 @@ def test_text_to_image(folders, tmp_path):
     options = ExportOptions(**SIZE, max_steps=4, verify="fast", text_to_image=True)
     manifest = export(opened(folders("sd3-without-t5")), tmp_path / "without", options)
     assert manifest.verification["text_to_image"]["saved_model"]["psnr_db"] >= 60
+
+
+@pytest.fixture(scope="module")
+def doubly_attending(folders, tmp_path_factory):
+    """SD3.5's kind, saved in two sizes over one set of weights."""
+    folder = tmp_path_factory.mktemp("export") / "sd3.5"
+    sizes = ((48, 64), (64, 48))
+    options = ExportOptions(sizes=sizes, max_steps=12, verify="fast", disabled_rewrites=REWRITES)
+    export(opened(folders("sd3.5")), folder, options)
+    return folder
+
+
+@pytest.mark.parametrize("size", [(48, 64), pytest.param((64, 48), marks=pytest.mark.long)])
+def test_dual_attention_in_several_sizes(folders, doubly_attending, size):
+    """With skip-layer guidance, whose blocks are left out in the first calls but number 0."""
+    pipe = Pipeline.load(doubly_attending, jit_compile=False)
+    noise = np.random.default_rng(0).standard_normal((1, size[0] // 8, size[1] // 8, 16))
+    shared = {"height": size[0], "width": size[1], "guidance_scale": 4.0}
+    shared |= {"skip_layer_guidance_scale": 2.8}
+    ours = pipe(PROMPT, noise=noise.astype("float32"), num_steps=12, **shared)
+    theirs = diffusers.StableDiffusion3Pipeline.from_pretrained(folders("sd3.5"))
+    theirs.set_progress_bar_config(disable=True)
+    reference = theirs(
+        PROMPT,
+        latents=channels_first(noise.astype("float32")),
+        num_inference_steps=12,
+        skip_guidance_layers=[7, 8, 9],
+        max_sequence_length=LENGTH,
+        output_type="np",
+        **shared,
+    ).images
+    check_pictures(ours.images, (255 * reference).round().astype("uint8"))
+
+
+@pytest.mark.long
+def test_batch(doubly_attending, tmp_path):
+    """A job of two sizes on Ray draws what a pipeline draws."""
+    sizes = {"wide": {"height": 48, "width": 64}, "high": {"height": 64, "width": 48}}
+    rows = [{"id": name, "prompt": PROMPT, **size} for name, size in sizes.items()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    given = ["--export_dir", str(doubly_attending), "--prompts", str(tmp_path / "rows.jsonl")]
+    given += ["--num_steps", "2", "--seed", "5", "--nojit_compile"]
+    assert main(["serve", "batch", *given, "--out", str(tmp_path / "drawn")]) == 0
+    pipe = Pipeline.load(doubly_attending, jit_compile=False)
+    for number, (name, size) in enumerate(sizes.items()):
+        drawn = np.asarray(Image.open(tmp_path / "drawn" / f"{name}.png"))
+        theirs = pipe(PROMPT, num_steps=2, seed=5 + number, **size).images[0]
+        assert np.abs(drawn.astype(int) - theirs).max() <= 1
 
 
 def test_refusals(folders, tmp_path, pipe):
