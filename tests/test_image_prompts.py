@@ -337,9 +337,9 @@ def test_the_manifest():
 
 def test_without_a_picture_it_is_the_plain_export(pipe):
     plain = pipeline_of(micro_export())(PROMPT, **CALL).images
-    assert psnr(pipe(PROMPT, **CALL).images, plain, peak=255) >= 100
+    check_equal(pipe(PROMPT, **CALL).images, plain)
     off = pipe(PROMPT, image_prompt=MOON, image_prompt_scale=0, **CALL).images
-    assert psnr(off, plain, peak=255) >= 100
+    check_equal(off, plain)
     assert psnr(pipe(PROMPT, image_prompt=MOON, **CALL).images, plain, peak=255) < 40
 
 

@@ -126,7 +126,10 @@ def test_a_net_that_is_off_changes_nothing(jit_compile):
     """
     pipe = pipeline_of(steered_export(), jit_compile)
     plain, own = (one(PROMPT, **CALL).images for one in (pipeline_of(micro_export()), pipe))
-    assert psnr(own, plain, peak=255) >= (50 if jit_compile else 100)
+    if jit_compile:
+        assert psnr(own, plain, peak=255) >= 50
+    else:
+        check_equal(own, plain)
     with without_numbers(pipe):
         for off in (
             {"control_image": LINES, "control_scale": 0},
