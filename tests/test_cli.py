@@ -219,6 +219,20 @@ def test_messages_of_the_library_and_of_its_commands(tmp_path, monkeypatch, caps
     assert error.startswith("sd-tf generate: ") and "--out" not in error
 
 
+def test_a_wrong_call_is_told_before_tensorflow_is_imported(tmp_path):
+    code = (
+        "import sys\n"
+        "from sd_tf.cli.main import main\n"
+        "heavy = ('tensorflow', 'keras')\n"
+        "print(main(sys.argv[1:]), [name for name in heavy if name in sys.modules])"
+    )
+    flags = [f"--export_dir={micro_export()}", "--reuse=2", f"--out={tmp_path / 'out'}"]
+    result = run(sys.executable, "-c", code, "generate", "a cat", *flags, cwd=tmp_path)
+    assert result.stdout == "1 []\n"
+    assert result.stderr.startswith("sd-tf generate: --reuse")
+    assert not (tmp_path / "out").exists()
+
+
 # Quiet
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from sd_tf.cli.arguments import add_compile_cache, add_jit_compile, add_load_adapter
 from sd_tf.cli.drawing import add_drawing_arguments, draw, read_wanted
+from sd_tf.runtime.call import Call
+from sd_tf.runtime.chain import open_export
+from sd_tf.runtime.request import read_request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from sd_tf.runtime.pipeline import Pipeline
-
     if options.export_dir is None and options.mask is not None:
         raise ValueError("No embedded checkpoint paints inside a mask: give --export_dir.")
     wanted = read_wanted(options)
@@ -36,6 +37,10 @@ def run(options: argparse.Namespace) -> int:
         name = options.checkpoint or (EDITOR if _edits(wanted) else TINY)
         export_dir, suited = embedded_export(name, lambda text: print(text, flush=True))
         wanted = {**suited, **wanted}
+    if not options.load_adapter:  # else the call may name what is not there yet
+        read_request(open_export(Path(export_dir))[0], Call.of(**wanted))
+    from sd_tf.runtime.pipeline import Pipeline  # brings TensorFlow: ten seconds, after the checks
+
     pipe = Pipeline.load(
         export_dir,
         jit_compile=options.jit_compile,
