@@ -137,7 +137,7 @@ def test_a_server_s_previews():
         [preview] = previews(front, "a star", **CALL, scheduler="ddim", previews=1)
     pipe, seen = pipeline_of(previewing_export()), []
     pipe("a star", **CALL, scheduler="ddim", callback=lambda *state: seen.append(state[2]))
-    np.testing.assert_array_equal(preview, pipe.preview(seen[0])[0])
+    check_equal(preview, pipe.preview(seen[0])[0])
 
 
 @pytest.mark.parametrize("scheme", ["grpc", "http"])

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import diffusers
 import keras
@@ -185,20 +186,35 @@ def test_loading_sd15_holds_one_copy(sd15, backend, record_property):
     assert report["peak"] - report["runtime"] <= 1.2 * report["weights"]
 
 
-MOST = 12e9  # bytes that SD1.5 may take at 512 px, pages of mapped weights included
-
-
 @pytest.mark.long
-def test_sd15_is_exported_and_drawn_within_bounds(sd15, tmp_path):
-    drawing = ["a lighthouse", "--num_steps=2", "--scheduler=ddim", f"--out={tmp_path}"]
-    calls = (
-        ["export", f"--checkpoint={sd15[0]}", "--verify=fast", f"--out={tmp_path / 'export'}"],
-        ["generate", *drawing, f"--export_dir={tmp_path / 'export'}"],
-    )
-    for arguments in calls:
-        process = subprocess.Popen([sys.executable, "-m", "sd_tf", *arguments])
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        print(f"\n{arguments[0]}: {used.ru_maxrss * 1024 / 1e9:.2f} GB")
-        assert used.ru_maxrss * 1024 <= MOST, arguments[0]
+@pytest.mark.parametrize(
+    ("family", "size", "precision", "most"),  # bytes, pages of mapped weights included
+    [
+        ("sd1", 512, "float32", 12e9),
+        ("sd1", 512, "bfloat16", 9e9),
+        ("sdxl-base", 1024, "bfloat16", 16e9),
+    ],
+)
+def test_peaks_of_export_and_drawing(family, size, precision, most):
+    with tempfile.TemporaryDirectory() as folder:  # pytest would keep the files of three runs
+        checkpoint, exported = f"{folder}/checkpoint", f"{folder}/exported"
+        export = [f"--checkpoint={checkpoint}", f"--precision={precision}", f"--out={exported}"]
+        drawing = [f"--export_dir={exported}", "--num_steps=2", "--scheduler=ddim"]
+        peaks = {
+            "checkpoints": peak_of("checkpoints", family, checkpoint, "--dtype=float16"),
+            "export": peak_of(
+                "export", *export, f"--height={size}", f"--width={size}", "--verify=fast"
+            ),
+            "generate": peak_of("generate", "a lighthouse", *drawing, f"--out={folder}"),
+        }
+    print(f"\n{family}, {size} px, {precision}:", *(f"{x / 1e9:.2f} GB" for x in peaks.values()))
+    assert {name: peak for name, peak in peaks.items() if peak > most} == {}
+
+
+def peak_of(*command):
+    """Run a command of `sd-tf`; return the most memory that its process took."""
+    process = subprocess.Popen([sys.executable, "-m", "sd_tf", *command])
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, command
+    return used.ru_maxrss * 1024
