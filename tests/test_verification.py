@@ -1,6 +1,7 @@
 """What an export computes is compared with its models, and nothing wrong is published."""
 
 import dataclasses
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +14,19 @@ from sd_tf.components.build import Component
 from sd_tf.components.diffusion import DiffusionModel
 from sd_tf.components.geometry import Fixed, geometry_of
 from sd_tf.config import FAMILIES, ScheduleConfig
-from sd_tf.export import verify
+from sd_tf.export import ExportOptions, export, verify
 from sd_tf.models.unet import UNet
 from sd_tf.runtime.manifest import ExportError
 from sd_tf.runtime.psnr import psnr
 from sd_tf.sampling.packed import pack
 from sd_tf.weights import open_checkpoint
-from tests.exports import micro_folder, replace_in_micro, shared_export, small_export
+from tests.exports import (
+    AS_WRITTEN,
+    micro_folder,
+    replace_in_micro,
+    shared_export,
+    small_export,
+)
 
 
 def load(folder, component):
@@ -60,6 +67,32 @@ def test_what_is_traced_is_compared_with_the_model_itself(tmp_path, monkeypatch,
             ("diffusion_model",),
             verify="fast",
         )
+
+
+def test_models_are_gone_before_their_saved_models_are_loaded(tmp_path, monkeypatch):
+    """So the weights are in memory once, however large they are."""
+    known, alive = {id(one) for one in variables()}, {}
+
+    def counting(name):
+        original = getattr(verify, name)
+
+        def counted(*given, **more):
+            alive.setdefault(name, []).append(len({id(one) for one in variables()} - known))
+            return original(*given, **more)
+
+        monkeypatch.setattr(verify, name, counted)
+
+    for name in ("sampled", "compare", "drawn"):
+        counting(name)
+    options = ExportOptions(**AS_WRITTEN, verify="fast", text_to_image=True)
+    export(open_checkpoint(micro_folder()), tmp_path / "export", options)
+    # TensorFlow keeps the graph of a gradient for good, and with it a kernel.
+    assert len(alive["compare"]) == 5 and max(alive["compare"] + alive["drawn"]) <= 2
+    assert min(alive["sampled"]) >= 10 and max(alive["sampled"]) >= 100
+
+
+def variables():
+    return [one for one in gc.get_objects() if isinstance(one, tf.Variable)]
 
 
 def test_a_wrong_model_is_noticed(exported):

@@ -53,13 +53,9 @@ def export_component(
     target, rewrites = _lowering(part, options)
     is_compiled = name != "text_encoder" or options.jit_compile_text_encoder
     module = ComponentModule(part, geometry.shapes, rewrites, is_compiled)
-    samples = []
-    for endpoint in verify.endpoints_for(name, checkpoint.config, geometry, options.verify):
-        report(name, f"computing the reference of {endpoint}")
-        specs = module.endpoints[endpoint].structured_input_signature[1]
-        inputs = verify.sample_inputs(specs, part, options.verify)
-        function = module.eager[endpoint]
-        samples.append(verify.sampled(endpoint, function, inputs, options.precision))
+    endpoints = verify.endpoints_for(name, checkpoint.config, geometry, options.verify)
+    samples = [_sampled(module, part, endpoint, options, report) for endpoint in endpoints]
+    give_back()
     stored = {}
     if samples:
         stored = verify.storage_figures(part, samples[0], checkpoint, geometry, options.precision)
@@ -78,6 +74,16 @@ def export_component(
     report(name, _done(start, folder / name, figures))
     files = describe_files(folder, name)
     return ComponentRecord(signatures, target, rewrites.names, files, origin), figures
+
+
+def _sampled(
+    module: ComponentModule, part: Component, endpoint: str, options: ExportOptions, report: Report
+) -> verify.Sample:
+    """Compute an endpoint's reference, and keep nothing that would hold the models."""
+    report(part.name, f"computing the reference of {endpoint}")
+    specs = module.endpoints[endpoint].structured_input_signature[1]
+    inputs = verify.sample_inputs(specs, part, options.verify)
+    return verify.sampled(endpoint, module.eager[endpoint], inputs, options.precision)
 
 
 def export_text_to_image(

@@ -17,9 +17,9 @@ from sd_tf.models.lowering import attention_kernel, rewrites
 MANY_KEYS = 1024
 MANY_KEYS_IN_GRAPH = 4096  # there, each block costs several calls of kernels
 QUERY_BLOCK = 512
-# More scores than these of one picture are never held at once: 2 GiB in float32, which SD1 has from
-# about 700 px on.
-MOST_SCORES = 2**29
+# More scores than these of one picture are never held at once: half a GiB in float32, as many as SD1
+# has at 512 px.
+MOST_SCORES = 2**27
 
 
 def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None, counts=None):
