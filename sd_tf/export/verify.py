@@ -297,7 +297,8 @@ def compare(
         runs: the inputs that `reuse_runs` chose, which are measured, too.
         optimize: rework its graph, as is done where XLA compiles none of it.
     """
-    loaded = SavedModel(folder, component, optimize, mapped={})  # written just now
+    # Copied, not mapped: TensorFlow may keep the room that the models had, and uses it again.
+    loaded = SavedModel(folder, component, optimize)
     signatures = loaded.signatures
     twins = [sample for sample in samples if PLAIN + sample.endpoint in signatures]
     others = [sample for sample in samples if sample not in twins]  # which nothing compiles

@@ -17,8 +17,8 @@ from sd_tf.models.lowering import attention_kernel, rewrites
 MANY_KEYS = 1024
 MANY_KEYS_IN_GRAPH = 4096  # there, each block costs several calls of kernels
 QUERY_BLOCK = 512
-# More scores than these of one picture are never held at once: half a GiB in float32, as many as SD1
-# has at 512 px.
+# More scores than these of one picture are never held at once: half a GiB in float32, which SD1 has
+# at 512 px.
 MOST_SCORES = 2**27
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from keras import ops
 
-from sd_tf.models.layers import Block, conv, pointwise_conv, strided_conv
+from sd_tf.models.layers import Block, conv, pointwise_conv, silu, strided_conv
 from sd_tf.models.unet import BOTH_SIDES, Trunk
 
 
@@ -20,10 +20,10 @@ class HintEmbedding(Block):
         self.conv_out = conv(channels[-1], out_channels, dtype=dtype)
 
     def call(self, pictures):
-        x = ops.silu(self.conv_in(pictures))
+        x = silu(self.conv_in(pictures))
         for same, smaller in zip(self.blocks[::2], self.blocks[1::2], strict=True):
-            x = ops.silu(same(x))
-            x = ops.silu(smaller(ops.pad(x, ((0, 0), *BOTH_SIDES, (0, 0)))))
+            x = silu(same(x))
+            x = silu(smaller(ops.pad(x, ((0, 0), *BOTH_SIDES, (0, 0)))))
         return self.conv_out(x)
 
 

@@ -7,7 +7,7 @@ shifts and gates of each. Norms, their statistics and softmax are float32.
 from keras import ops
 
 from sd_tf.models.attention import scaled_dot_product
-from sd_tf.models.layers import ACTIVATIONS, Block, RMSNorm, dense, sinusoid
+from sd_tf.models.layers import ACTIVATIONS, Block, RMSNorm, dense, silu, sinusoid
 
 EPSILON = 1e-6
 TIME_WIDTH = 256  # of the sinusoid of a timestep or a guidance scale
@@ -24,7 +24,7 @@ class Embedder(Block):
         self.linear_2 = dense(width, width, dtype=dtype)
 
     def call(self, x):
-        return self.linear_2(ops.silu(self.linear_1(x)))
+        return self.linear_2(silu(self.linear_1(x)))
 
 
 class TimeTextEmbed(Block):
@@ -47,7 +47,7 @@ class TimeTextEmbed(Block):
         if self.guidance_embedder is not None:
             angles = sinusoid(GUIDANCE_FACTOR * guidance, TIME_WIDTH)
             embedding = embedding + self.guidance_embedder(angles)
-        return ops.silu(embedding + self.text_embedder(pooled))
+        return silu(embedding + self.text_embedder(pooled))
 
 
 class Modulation(Block):

@@ -260,10 +260,10 @@ class ResnetBlock(Block):
             self.conv_shortcut = pointwise_conv(in_channels, out_channels, dtype)
 
     def call(self, x, time_embedding=None):
-        h = self.conv1(ops.silu(self.norm1(x)))
+        h = self.conv1(silu(self.norm1(x)))
         if self.time_emb_proj is not None:
-            h = h + self.time_emb_proj(ops.silu(time_embedding))[:, None, None, :]
-        h = self.conv2(ops.silu(self.norm2(h)))
+            h = h + self.time_emb_proj(silu(time_embedding))[:, None, None, :]
+        h = self.conv2(silu(self.norm2(h)))
         return h + (x if self.conv_shortcut is None else self.conv_shortcut(x))
 
 
@@ -277,6 +277,12 @@ def sinusoid(positions, width, max_period=10000.0):
     return ops.concatenate([ops.cos(angles), ops.sin(angles)], axis=-1)
 
 
+def silu(x):
+    # TensorFlow's own registers a gradient wherever it is traced, for good, and with that all
+    # weights of the traced models.
+    return x * ops.sigmoid(x)
+
+
 def gelu(x):
     if not rewrites().graph_kernels:
         return ops.gelu(x, approximate=False)
@@ -286,7 +292,7 @@ def gelu(x):
 
 ACTIVATIONS = {
     "relu": ops.relu,
-    "silu": ops.silu,
+    "silu": silu,
     "mish": lambda x: x * ops.tanh(ops.softplus(x)),
     "quick_gelu": lambda x: x * ops.sigmoid(1.702 * x),
     "gelu": gelu,

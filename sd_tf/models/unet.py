@@ -15,6 +15,7 @@ from sd_tf.models.layers import (
     Upsample,
     conv,
     dense,
+    silu,
     sinusoid,
 )
 
@@ -35,7 +36,7 @@ class TimestepEmbedding(Block):
     def call(self, x, condition=None):
         if self.cond_proj is not None:
             x = ops.cast(x, self.compute_dtype) + self.cond_proj(condition)
-        return self.linear_2(ops.silu(self.linear_1(x)))
+        return self.linear_2(silu(self.linear_1(x)))
 
 
 class Stage(Block):
@@ -293,7 +294,7 @@ class UNet(Trunk):
         beside = last.beside(pictures, slice(first, None))
         shallow = skips[: self.config.shallow_skips][::-1]
         x = last(features, shallow, embedding, context, beside=beside, first=first)
-        output = self.conv_out(ops.silu(self.conv_norm_out(x)))
+        output = self.conv_out(silu(self.conv_norm_out(x)))
         return (output, features) if keeps else output
 
     def _rise(self, x, skips, embedding, context, pictures):

@@ -12,6 +12,7 @@ from sd_tf.models.layers import (
     conv,
     dense,
     pointwise_conv,
+    silu,
 )
 
 BOTTOM_AND_RIGHT = ((0, 1), (0, 1))
@@ -102,7 +103,7 @@ class Encoder(Block):
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)
-        return self.conv_out(ops.silu(self.conv_norm_out(self.mid_block(x))))
+        return self.conv_out(silu(self.conv_norm_out(self.mid_block(x))))
 
 
 class Decoder(Block):
@@ -122,7 +123,7 @@ class Decoder(Block):
         x = self.mid_block(self.conv_in(x))
         for block in self.up_blocks:
             x = block(x)
-        return self.conv_out(ops.silu(self.conv_norm_out(x)))
+        return self.conv_out(silu(self.conv_norm_out(x)))
 
 
 class VAE(Block):
