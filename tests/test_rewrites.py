@@ -7,9 +7,11 @@ import shutil
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 import torch
 
 from sd_tf.config.rewrites import AS_WRITTEN, REWRITES, TARGETS, Rewrites
+from sd_tf.export.modules import Traces
 from sd_tf.export.options import ExportOptions, check
 from sd_tf.models import attention, convolution, lowering
 from sd_tf.models.lowering import lowered
@@ -339,3 +341,13 @@ def test_an_export_records_what_it_was_made_for(tmp_path):
     assert parts["diffusion_model"].rewrites == TARGETS["cpu"].names
     pictures = Pipeline.load(after).decode(latents)
     assert np.abs(pictures.astype(int) - before).max() <= 1
+
+
+def test_turns_do_not_hide_the_batch_size(monkeypatch):
+    """PNG files need it, and whoever reads the signatures."""
+    monkeypatch.setattr(attention, "MOST_SCORES", 16)
+    attend = Traces().shared(
+        lambda q: attention.scaled_dot_product(q, q, q, num_heads=2), open_batch=True
+    )
+    traced = tf.function(attend).get_concrete_function(tf.TensorSpec((2, 70, 16)))
+    assert tuple(traced.output_shapes) == (2, 70, 16)

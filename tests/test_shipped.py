@@ -56,11 +56,11 @@ FOLLOWED = {"train": 0.9, "held_out": 0.85}
 ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
 STEERED = {"number of things": 0.95, "place": 0.95, "shape": 0.8, "colour": 0.9}
 DIT_GUIDANCE = SUITED[DIT]["guidance_scale"]
-DIT_FLOORS = {  # of two things it often draws a shape wrong
+DIT_FLOORS = {  # of two things it may draw a shape wrong
     "one thing, seen": {"shape": 0.75, "colour": 0.85, "size": 0.85, "position": 0.9},
     "one thing, held out": {"shape": 0.7, "colour": 0.85, "size": 0.8, "position": 0.9},
-    "two things, seen": {"shape": 0.15, "colour": 0.8, "size": 0.65, "relation": 0.85},
-    "two things, held out": {"shape": 0.2, "colour": 0.8, "size": 0.7, "relation": 0.85},
+    "two things, seen": {"shape": 0.45, "colour": 0.85, "size": 0.75, "relation": 0.85},
+    "two things, held out": {"shape": 0.45, "colour": 0.8, "size": 0.75, "relation": 0.85},
 }
 
 

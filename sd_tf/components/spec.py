@@ -29,7 +29,7 @@ def as_is(function, open_batch: bool = False, fixed: Collection[str] = ()):
     """Return the function as it is: the default of `shared`, which may trace it once for several.
 
     Args:
-        open_batch: the arguments have the batch as their first dimension, and may have any.
+        open_batch: arguments and outputs have the batch as their first dimension, which may be any.
         fixed: the names of those that have none.
     """
     return function

@@ -145,7 +145,13 @@ class Traces:
             if key not in self._traced:
                 traced = tf.function(function, autograph=False)
                 self._traced[key] = traced.get_concrete_function(*specs[0], **specs[1])
-            return self._traced[key](*args, **kwargs)
+            outputs = self._traced[key](*args, **kwargs)
+            if spec is open_spec:  # TensorFlow infers the batch, but not through a loop
+                opened = {name: x for name, x in kwargs.items() if name not in fixed}
+                batch = tf.nest.flatten((args, opened))[0].shape[0]
+                for output in tf.nest.flatten(outputs):
+                    output.set_shape([batch, *output.shape[1:]])
+            return outputs
 
         return call
 

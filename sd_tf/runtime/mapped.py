@@ -180,9 +180,9 @@ def check_large(folder: Path, files: Mapping[str, Mapping]) -> bool:
 
 def fingerprint(path: Path) -> str:
     """Hash a large file several times as fast as SHA-256 does; it notices damage, not malice."""
-    content, found = np.memmap(path, np.uint8, "c"), hashlib.sha256()
-    for start in range(0, len(content), CHUNK):
-        piece = content[None, start : start + CHUNK]
+    size, found = path.stat().st_size, hashlib.sha256()
+    for start in range(0, size, CHUNK):  # each mapped alone: what was read counts as memory
+        piece = np.memmap(path, np.uint8, "c", start, (1, min(CHUNK, size - start)))
         data = tf.experimental.dlpack.from_dlpack(piece.__dlpack__())  # not copied
         found.update(tf.raw_ops.Fingerprint(data=data, method="farmhash64").numpy())
     return found.hexdigest()

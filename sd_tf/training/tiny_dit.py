@@ -105,6 +105,16 @@ STAGES = (
         replace(COMMON, steps=5000, learning_rate=1e-3, averaging=Averaging(half_life=400)),
         guidance=GUIDED,
     ),
+    # Both again, as they were still being learnt.
+    Imitates(
+        replace(COMMON, steps=14_000, learning_rate=2e-3, final_learning_rate=0.5, seed=1),
+        things=2,
+        guidance=GUIDED,
+    ),
+    Imitates(
+        replace(COMMON, steps=4000, learning_rate=1e-3, averaging=Averaging(half_life=400), seed=1),
+        guidance=GUIDED,
+    ),
 )
 
 
