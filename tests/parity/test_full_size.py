@@ -190,9 +190,9 @@ def test_loading_sd15_holds_one_copy(sd15, backend, record_property):
 @pytest.mark.parametrize(
     ("family", "size", "precision", "most"),  # bytes, pages of mapped weights included
     [
-        ("sd1", 512, "float32", 12e9),
+        ("sd1", 512, "float32", 11e9),
         ("sd1", 512, "bfloat16", 9e9),
-        ("sdxl-base", 1024, "bfloat16", 16e9),
+        ("sdxl-base", 1024, "bfloat16", 14e9),
     ],
 )
 def test_peaks_of_export_and_drawing(family, size, precision, most):
