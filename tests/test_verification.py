@@ -86,13 +86,18 @@ def test_models_are_gone_before_their_saved_models_are_loaded(tmp_path, monkeypa
         counting(name)
     options = ExportOptions(**AS_WRITTEN, verify="fast", text_to_image=True)
     export(open_checkpoint(micro_folder()), tmp_path / "export", options)
-    # TensorFlow keeps the graph of a gradient for good, and with it a kernel.
-    assert len(alive["compare"]) == 5 and max(alive["compare"] + alive["drawn"]) <= 2
+    assert alive["compare"] == [0] * 5 and alive["drawn"] == [0]
     assert min(alive["sampled"]) >= 10 and max(alive["sampled"]) >= 100
 
 
 def variables():
-    return [one for one in gc.get_objects() if isinstance(one, tf.Variable)]
+    """Variables, and the handles by which graphs hold their values."""
+    return [
+        one
+        for one in gc.get_objects()
+        if isinstance(one, tf.Variable)
+        or (isinstance(one, tf.__internal__.EagerTensor) and one.dtype == tf.resource)
+    ]
 
 
 def test_a_wrong_model_is_noticed(exported):
