@@ -4,6 +4,7 @@ import gc
 import hashlib
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_values_are_those_that_tensorflow_reads(component):
     """Of one data file and of several."""
     model = adapted_export() / component / "1"
     reader = tf.train.load_checkpoint(str(model / VARIABLES))
-    values = mapped_values(model)
+    values, _ = mapped_values(model)
     names = reader.get_variable_to_shape_map().keys() - {"_CHECKPOINTABLE_OBJECT_GRAPH"}
     assert values.keys() == names and len(names) > 50
     for name, value in values.items():
@@ -64,7 +65,7 @@ def test_values_are_those_that_tensorflow_reads(component):
 def test_values_lie_where_they_can_be_mapped(export):
     """TensorFlow copies values whose place is no multiple of 64 bytes: here many are small."""
     for path in export().glob("*/1"):
-        values = mapped_values(path)
+        values, _ = mapped_values(path)
         sizes = {True: 0, False: 0}
         for value in values.values():
             sizes[value.ctypes.data % 64 == 0] += value.nbytes
@@ -77,7 +78,7 @@ def test_each_variable_has_the_value_of_its_name():
     graph = loader.get_meta_graph_def_from_tags(["serve"])
     with tf.Graph().as_default(), tf.compat.v1.Session() as restored:
         tf.compat.v1.saved_model.load(restored, ["serve"], loader.export_dir)
-        values = mapped_values(Path(loader.export_dir))
+        values, _ = mapped_values(Path(loader.export_dir))
         found = dict(handles_of(graph))
         assert found.keys() == values.keys()
         reads = [
@@ -135,8 +136,10 @@ for mapped in (None, {}):
 """
 
 
-def test_the_memory_of_its_own_that_a_process_takes(tmp_path):
-    """All values are mapped, and what is computed of them leaves them where they are."""
+@pytest.fixture(scope="module")
+def summing(tmp_path_factory):
+    """A folder with a model that adds up its 48 MiB of variables, and the size of its file."""
+    folder = tmp_path_factory.mktemp("summing")
 
     class Model(tf.Module):
         def __init__(self):
@@ -147,16 +150,71 @@ def test_the_memory_of_its_own_that_a_process_takes(tmp_path):
             return {"y": x * tf.add_n([tf.reduce_sum(value) for value in self.values])}
 
     model = Model()
-    tf.saved_model.save(model, str(tmp_path / "model" / "1"), {"serving_default": model.sum})
-    size = sum(file.stat().st_size for file in data_files(tmp_path, "model"))
+    tf.saved_model.save(model, str(folder / "model" / "1"), {"serving_default": model.sum})
+    size = sum(file.stat().st_size for file in data_files(folder, "model"))
     assert size > 12 << 22
-    lines = run_python("-c", PRIVATE, tmp_path).splitlines()
+    return folder, size
+
+
+def test_the_memory_of_its_own_that_a_process_takes(summing):
+    """All values are mapped, and what is computed of them leaves them where they are."""
+    folder, size = summing
+    lines = run_python("-c", PRIVATE, folder).splitlines()
     (copied, in_copies), (mapped, of_its_own) = (map(float, line.split()) for line in lines[-2:])
     assert copied == mapped == 2 * 12 * (1 << 20)
     assert in_copies > 0.9 * size and of_its_own < 0.2 * size
 
 
-def test_what_is_written_stays_in_the_process(tmp_path):
+RESIDENT = """
+import os
+import sys
+from pathlib import Path
+import numpy as np
+import tensorflow as tf
+from sd_tf.runtime import mapped, saved_model
+from sd_tf.runtime.saved_model import SavedModel
+
+saved_model.BETWEEN = 0.001
+mapped.SMALL = int(sys.argv[2])
+
+def resident():
+    status = Path("/proc/self/status").read_text().split("RssFile:")[1]
+    return int(status.split()[0]) * 1024
+
+loaded = SavedModel(Path(sys.argv[1]), "model", False, None, {}, keeps_weights=len(sys.argv) > 3)
+run = lambda: float(loaded.run("serving_default", {"x": np.float32(2)})["y"])
+before = resident()
+sums = [run()]
+inside = resident() - before
+loaded.let_go()
+after = resident() - before
+print(*sums, run(), inside, after)
+"""
+
+
+@pytest.mark.parametrize(
+    ("small", "keeps_weights", "stays"), [(0, False, True), (0, True, False), (1 << 40, True, True)]
+)
+def test_pages_that_are_let_go(summing, small, keeps_weights, stays):
+    """By who has passed a model; all the time in a call whose kernels copy them; read again."""
+    folder, size = summing
+    more = ["keeps_weights"] * keeps_weights
+    *sums, inside, after = map(
+        float, run_python("-c", RESIDENT, folder, str(small), *more).splitlines()[-1].split()
+    )
+    assert sums == [2 * 12 * (1 << 20)] * 2
+    assert inside > 0.9 * size if stays else inside < 0.5 * size
+    assert after > 0.9 * size if small else after < 0.1 * size
+
+
+def test_a_call_that_fails_leaves_no_thread():
+    loaded = SavedModel(micro_export(), "decoder", optimize=False)
+    with pytest.raises((tf.errors.OpError, ValueError)):
+        loaded.run(DECODER[1], {"latent": np.ones((3, 3, 3, 3), "float32")})
+    assert "tidying" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_is_written_stays_in_the_process(tmp_path, monkeypatch):
     folder = shutil.copytree(adapted_export(), tmp_path / "export")
     files = data_files(folder, "diffusion_model")
     before = [file_hash(file) for file in files]
@@ -166,7 +224,7 @@ def test_what_is_written_stays_in_the_process(tmp_path):
         handle.partition(":")[0]: value
         for name, handle in handles_of(graph.get_meta_graph_def_from_tags(["serve"]))
         if "_adapters/" in name
-        for value in [mapped_values(folder / "diffusion_model" / "1")[name]]
+        for value in [mapped_values(folder / "diffusion_model" / "1")[0][name]]
     }
     rows = {name: np.full_like(value[:2], 7) for name, value in places.items()}
     assert rows
@@ -178,6 +236,10 @@ def test_what_is_written_stays_in_the_process(tmp_path):
         read = tf.raw_ops.ReadVariableOp(resource=resource, dtype=rows[name].dtype)
         written = loaded._session.run(read)
     assert (written[1:3] == 7).all() and (written[3:] == places[name][3:]).all()
+    monkeypatch.setattr("sd_tf.runtime.mapped.SMALL", 0)
+    loaded.let_go()  # nothing: what is written would be lost
+    with loaded.graph.as_default():
+        assert (loaded._session.run(read)[1:3] == 7).all()
     assert before == [file_hash(file) for file in files]
 
 

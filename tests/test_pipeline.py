@@ -23,6 +23,7 @@ from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.runtime.pipeline import Pipeline, SavedModelRunner
 from sd_tf.runtime.png import METADATA, png_bytes, read_parameters
+from sd_tf.runtime.saved_model import SavedModel
 from sd_tf.serving.tf_serving.predict import load
 from tests.exports import micro_export, pipeline_of, shared_export, small_folder
 
@@ -191,6 +192,21 @@ def test_a_component_that_is_loaded_keeps_no_other_waiting():
         may_end.set()
         first, second = (one.result() for one in encoded)
         np.testing.assert_array_equal(first, second)
+
+
+def test_weights_of_what_a_batch_has_passed_may_go(pipe, monkeypatch):
+    passed, loaded = [], pipe._replicas[0].loaded
+
+    def let_go(model):
+        passed.extend(name for name, one in loaded.items() if one is model)
+
+    monkeypatch.setattr(SavedModel, "let_go", let_go)
+    image = np.zeros((64, 64, 3), "uint8")
+    pipe("a", num_steps=2)
+    assert passed == ["text_encoder", "diffusion_model", "decoder"]
+    pipe(["a", "b", "c"], num_steps=2, image=[image] * 3)
+    once = ["text_encoder", "image_encoder", "diffusion_model", "decoder"]
+    assert passed[3:] == 2 * once, "batches of two"
 
 
 @pytest.mark.long

@@ -19,6 +19,9 @@ from sd_tf.models.convolution import convolve, convolve_doubled
 from sd_tf.models.lowering import rewrites
 from sd_tf.models.storage import Storable
 
+# Pixels from which the graph's own group norm saves more than its further operations cost.
+LARGE_MAP = 1 << 14
+
 
 @contextlib.contextmanager
 def deferred_variables():
@@ -175,11 +178,12 @@ class Norm(keras.layers.Layer):
 
     def call(self, x):
         scale, bias = (ops.cast(weight, "float32") for weight in (self.scale, self.bias))
-        return ops.cast(self.normalize(ops.cast(x, "float32"), scale, bias), self.compute_dtype)
+        return ops.cast(self.normalize(x, scale, bias), self.compute_dtype)
 
 
 class LayerNorm(Norm):
     def normalize(self, x, scale, bias):
+        x = ops.cast(x, "float32")
         centered = x - ops.mean(x, axis=-1, keepdims=True)
         variance = ops.mean(ops.square(centered), axis=-1, keepdims=True)
         return centered * ops.rsqrt(variance + self.epsilon) * scale + bias
@@ -201,6 +205,14 @@ class GroupNorm(Norm):
         A gradient then needs only two sums over the pixels. No gradient flows through the mean that
         centers the variance: to first order, the variance does not depend on it.
         """
+        batch, height, width, _ = x.shape
+        pays = x.dtype == "bfloat16" and batch is not None and height * width >= LARGE_MAP
+        if rewrites().graph_kernels and pays:
+            from sd_tf.models.graph_kernels import group_norm  # which needs TensorFlow
+
+            return group_norm(x, scale, bias, self.groups, self.epsilon)
+
+        x = ops.cast(x, "float32")
         mean = self.group_means(x)
         variance = self.group_means(ops.square(x - ops.stop_gradient(mean)))
         factor = scale * ops.rsqrt(variance + self.epsilon)

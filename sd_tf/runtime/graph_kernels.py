@@ -37,10 +37,14 @@ def keep_weights(manifest: Manifest) -> None:
         os.environ.setdefault(KEEPS_WEIGHTS, "1")
 
 
+def keeps_weights() -> bool:
+    """Whether this process has oneDNN keep its own copies of weights."""
+    return os.environ.get(KEEPS_WEIGHTS, "0").lower() not in ("", "0", "false")
+
+
 def check_weights_change(manifest: Manifest) -> None:
     """Refuse an export with places for adapters where kernels would not see them filled."""
-    keeps = os.environ.get(KEEPS_WEIGHTS, "0").lower() not in ("", "0", "false")
-    if manifest.adapters.slots and keeps:
+    if manifest.adapters.slots and keeps_weights():
         raise FixedWeightsError(
             f"The export has places for adapters, which change its weights, and {KEEPS_WEIGHTS} "
             f"says that none change in this process: unset it, or load the export in another "

@@ -7,7 +7,8 @@ to a variable copies it first.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from sd_tf.runtime.manifest import FINGERPRINT, ExportError
 VARIABLES = "variables/variables"  # below a SavedModel's folder
 ALIGNMENT = 64  # bytes: TensorFlow copies what lies elsewhere in memory
 CHUNK = 1 << 26  # bytes whose fingerprint is taken at once
+SMALL = 1 << 26  # bytes of a file whose pages are not worth the time of letting them go
 # The index is a table as LevelDB writes it: blocks of keys and values, and at the end their places.
 FOOTER = 48
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -44,11 +46,13 @@ class MappingLoader(loader_impl.SavedModelLoader):
     folder that the system does not map, or behind a graph that another TensorFlow wrote otherwise.
     """
 
+    files: Sequence[mmap.mmap] = ()  # those whose pages are values
+
     def restore_variables(self, sess, saver, import_scope=None) -> None:
         meta_graph = self.get_meta_graph_def_from_tags([tf.saved_model.SERVING])
         try:
             handles = dict(handles_of(meta_graph))
-            values = mapped_values(Path(self.export_dir))
+            values, files = mapped_values(Path(self.export_dir))
             if handles.keys() - values.keys():
                 raise NotMappedError("it has variables without values")
         except (NotMappedError, OSError, LookupError):  # another TensorFlow's graph names others
@@ -64,6 +68,7 @@ class MappingLoader(loader_impl.SavedModelLoader):
                 assign.append(tf.raw_ops.AssignVariableOp(resource=resource, value=given))
                 feed[given] = value  # not copied, as long as TensorFlow can use it where it lies
         sess.run(assign, feed)
+        self.files = files
 
 
 def handles_of(meta_graph: meta_graph_pb2.MetaGraphDef) -> Iterator[tuple[str, str]]:
@@ -88,8 +93,8 @@ def handles_of(meta_graph: meta_graph_pb2.MetaGraphDef) -> Iterator[tuple[str, s
             yield names[int(source.rpartition(":")[2])], f"{given[handle].partition(':')[0]}:0"
 
 
-def mapped_values(model: Path) -> dict[str, np.ndarray]:
-    """Map a SavedModel's files of values: the arrays by their names."""
+def mapped_values(model: Path) -> tuple[dict[str, np.ndarray], list[mmap.mmap]]:
+    """Map a SavedModel's files of values: the arrays by their names, and the files."""
     prefix = model / VARIABLES
     entries = dict(read_index(Path(f"{prefix}.index")))
     header = tensor_bundle_pb2.BundleHeaderProto.FromString(entries.pop(""))
@@ -103,12 +108,25 @@ def mapped_values(model: Path) -> dict[str, np.ndarray]:
             continue
         shard = entry.shard_id
         if shard not in files:
-            path = f"{prefix}.data-{shard:05d}-of-{header.num_shards:05d}"
-            files[shard] = np.memmap(path, np.uint8, "c")  # what is written is copied
-        stored = files[shard][entry.offset : entry.offset + entry.size]
+            with open(f"{prefix}.data-{shard:05d}-of-{header.num_shards:05d}", "rb") as file:
+                # What is written is copied.
+                files[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        stored = np.frombuffer(files[shard], np.uint8, entry.size, entry.offset)
         shape = [dimension.size for dimension in entry.shape.dim]
         values[name] = stored.view(dtype.as_numpy_dtype).reshape(shape)
-    return values
+    return values, list(files.values())
+
+
+def let_go(files: Iterable[mmap.mmap]) -> None:
+    """Let the system have the pages of large files, until they are read again.
+
+    They count as the process's memory no more, and stay in the system's cache of files as long as
+    nobody else needs that memory. What was written into them would be lost.
+    """
+    if hasattr(mmap, "MADV_DONTNEED"):
+        for file in files:
+            if len(file) >= SMALL:
+                file.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass

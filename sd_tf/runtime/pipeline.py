@@ -17,6 +17,7 @@ from sd_tf.runtime.graph_kernels import (
     check_weights_change,
     is_in_graph,
     keep_weights,
+    keeps_weights,
     tell_widening,
 )
 from sd_tf.runtime.manifest import ExportError, Manifest
@@ -111,7 +112,8 @@ class SavedModelRunner(LocalRunner):
         optimize = not compiled or is_in_graph(self.manifest, component)
         self._check_same(component)
         mapped = self.manifest.components[component].files if self._maps else None
-        loaded = SavedModel(self._folder, component, optimize, self.device, mapped)
+        keeps = optimize and keeps_weights()
+        loaded = SavedModel(self._folder, component, optimize, self.device, mapped, keeps)
         self._check_same(component)
         return loaded
 
@@ -130,6 +132,10 @@ class SavedModelRunner(LocalRunner):
                 if name not in self.loaded:  # by another thread
                     self.loaded[name] = self._load(name)
         return self.loaded[name]
+
+    def leave(self, component: str) -> None:
+        if component in self.loaded:  # by a call that looked at it
+            self.loaded[component].let_go()
 
     def put(self, component: str, rows: Mapping[str, np.ndarray], first: int) -> None:
         self.component(component).put(rows, first)

@@ -65,6 +65,9 @@ class Runner(ABC):
     def to_host(self, value) -> np.ndarray:
         return np.asarray(value)
 
+    def leave(self, component: str) -> None:  # noqa: B027
+        """A batch has passed a component: what the next one can do without may go."""
+
     def signature(self, component: str, endpoint: str, shape: Shape) -> str:
         """Return the endpoint's signature: the compiled one, or its plain twin if it has one."""
         known = self.manifest.components[component].signatures
@@ -100,26 +103,31 @@ class Runner(ABC):
     def run(self, request: Request, chunk: range, tokens: Mapping[str, np.ndarray], watch: Watch):
         """Make one batch; return its pictures (B, H, W, 3) and the seconds of each stage."""
         clock, shape = Clock(), request.shape(chunk)
+
+        def passed(component: str) -> None:
+            clock.stop(component)
+            self.leave(component)
+
         endpoint = ADAPTED if request.adapters else "serving_default"
         endpoint = "encode" if "negative_tokens" in tokens else endpoint
         endpoint = WEIGHTED if "token_weights" in tokens else endpoint
         conditions = dict(self.call("text_encoder", endpoint, shape, **tokens, **request.adapters))
         self.to_host(conditions["context"])  # waits until it is computed
-        clock.stop("text_encoder")
+        passed("text_encoder")
         if request.time_ids is not None:
             both = {"": request.time_ids, "unconditional_": request.negative_time_ids}
             for prefix, ids in both.items():
                 conditions[f"{prefix}time_ids"] = np.broadcast_to(ids, (len(chunk), len(ids)))
         image_latent = self._encode_images(request, chunk, conditions)
         if request.shared.image is not None:
-            clock.stop("image_encoder")
+            passed("image_encoder")
         conditions |= self._image_prompts(request, chunk)
         if request.shared.image_prompt is not None:
-            clock.stop("vision_encoder")
+            passed("vision_encoder")
         latents = self._denoise(request, chunk, conditions, image_latent, watch)
-        clock.stop("diffusion_model")
+        passed("diffusion_model")
         images = self.decode(latents)
-        clock.stop("decoder")
+        passed("decoder")
         return images, clock.seconds
 
     def _encode_images(self, request: Request, chunk: range, conditions: dict[str, Any]):

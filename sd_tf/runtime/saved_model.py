@@ -9,18 +9,21 @@ import contextlib
 import copy
 import ctypes
 import logging
+import mmap
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
-from sd_tf.runtime.mapped import MappingLoader, check_large
+from sd_tf.runtime.mapped import MappingLoader, check_large, let_go
 
 TAG = "serve"
+BETWEEN = 0.2  # seconds
 # What a session puts around an operation's own message.
 AROUND = re.compile(r"\AGraph execution error:\s*|\n\t \[\[.*\Z", re.DOTALL)
 
@@ -37,6 +40,7 @@ class SavedModel:
         optimize: bool = True,
         device: str | None = None,
         mapped: Mapping[str, Mapping] | None = None,
+        keeps_weights: bool = False,
     ):
         """Load a component.
 
@@ -44,6 +48,7 @@ class SavedModel:
             optimize: rework its graph, which does not help what XLA compiles.
             mapped: what the manifest says of its files, whose pages are the variables' values then;
                 None: the values are copied into memory.
+            keeps_weights: its kernels keep copies of weights (`graph_kernels.keep_weights`).
         """
         path = folder / name / VERSION_FOLDER
         maps = mapped is not None and check_large(folder, mapped)
@@ -53,12 +58,16 @@ class SavedModel:
         rewrites = config.graph_options.rewrite_options
         rewrites.disable_meta_optimizer = not optimize
         rewrites.disable_tfg_optimizer = True  # it takes a third of the start, and gains nothing
+        self._files: Sequence[mmap.mmap] = ()
         self.graph = tf.Graph()
         with self.graph.as_default(), tf.device(device), _without_advice():
             self._session = tf.compat.v1.Session(graph=self.graph, config=config)
             try:
                 if maps:
-                    content = MappingLoader(str(path)).load(self._session, [TAG])
+                    loader = MappingLoader(str(path))
+                    content = loader.load(self._session, [TAG])
+                    self._files = loader.files
+                    del loader  # it has the graph, too
                 else:
                     content = tf.compat.v1.saved_model.load(self._session, [TAG], str(path))
             except (tf.errors.OpError, OSError, ValueError, RuntimeError) as error:
@@ -68,6 +77,7 @@ class SavedModel:
         # Copied, because each original would keep the whole graph in memory.
         self.signatures = {k: copy.deepcopy(v) for k, v in content.signature_def.items()}
         self._callables, self._writer = {}, None
+        self._keeps_weights = keeps_weights
         del content
         give_back()
 
@@ -81,10 +91,39 @@ class SavedModel:
         if is_new:
             self._callables[signature] = self._callable(self.signatures[signature])
         names, dtypes, outputs, function = self._callables[signature]
-        found = function(*(np.asarray(inputs[n], dtypes[n]) for n in names))
-        if is_new:
-            give_back()
+        arrays = [np.asarray(inputs[name], dtypes[name]) for name in names]
+        with self._tidying() if is_new else contextlib.nullcontext():
+            found = function(*arrays)
         return dict(zip(outputs, found, strict=True))
+
+    def let_go(self) -> None:
+        """Let the system have the pages of mapped weights until the next call reads them."""
+        if self._writer is None:  # what was written is nowhere else
+            let_go(self._files)
+
+    @contextlib.contextmanager
+    def _tidying(self) -> Iterator[None]:
+        """Return memory to the system all the time, instead of when all of it has gathered.
+
+        Compiling frees what then stands beside the weights that the run reads; and weights that
+        kernels copy are needed once.
+        """
+        ends = threading.Event()
+
+        def work():
+            while not ends.wait(BETWEEN):
+                give_back()
+                if self._keeps_weights:
+                    self.let_go()
+
+        thread = threading.Thread(target=work, name="tidying")
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+            give_back()
 
     def put(self, rows: Mapping[str, np.ndarray], first: int) -> None:
         """Write rows of variables, from `first` on; always of the same variables."""

@@ -1,0 +1,41 @@
+"""What one of TensorFlow's own kernels computes at once, for models that stay in its graph.
+
+The one part of the models that needs TensorFlow: imported where the rewrite `graph_kernels` is on.
+"""
+
+import tensorflow as tf
+
+NONE = []  # statistics that the kernel is to take itself
+
+
+def group_norm(x, scale, bias, groups: int, epsilon: float):
+    """Normalize bfloat16 x (B, h, w, C) as `layers.GroupNorm` does: two passes over each picture.
+
+    They are batch norms of one picture, which are in float32 inside. The first one is there for its
+    channels' statistics, the second one takes those of their groups.
+    """
+    batch, height, width, _ = x.shape
+    biased = 1.0 - 1.0 / (height * width)  # the kernel's variance is that of a sample
+
+    def norm(picture, means, variances):
+        return tf.raw_ops.FusedBatchNormV3(
+            x=picture,
+            scale=scale,
+            offset=bias,
+            mean=means,
+            variance=variances,
+            epsilon=epsilon,
+            is_training=means is NONE,
+        )
+
+    def of_picture(picture):
+        _, means, variances, *_ = norm(picture, NONE, NONE)
+        means, variances = (tf.reshape(of_all, (groups, -1)) for of_all in (means, variances))
+        mean = tf.reduce_mean(means, axis=-1, keepdims=True)
+        variance = tf.reduce_mean(
+            variances * biased + tf.square(means - mean), axis=-1, keepdims=True
+        )
+        of_groups = [tf.broadcast_to(one, means.shape) for one in (mean, variance)]
+        return norm(picture, *(tf.reshape(one, (-1,)) for one in of_groups))[0]
+
+    return tf.concat([of_picture(one) for one in tf.split(x, batch)], axis=0)
