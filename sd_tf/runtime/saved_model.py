@@ -23,7 +23,7 @@ from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
 from sd_tf.runtime.mapped import MappingLoader, check_large, let_go
 
 TAG = "serve"
-BETWEEN = 0.2  # seconds
+BETWEEN = 0.2  # seconds from one return of memory to the next, in a first call
 # What a session puts around an operation's own message.
 AROUND = re.compile(r"\AGraph execution error:\s*|\n\t \[\[.*\Z", re.DOTALL)
 
