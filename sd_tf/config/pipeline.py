@@ -212,7 +212,7 @@ def _check_beside_unet(config: PipelineConfig, what: str) -> None:
     """Check that the pipeline's denoiser is one that takes more than a prompt."""
     if not isinstance(config.denoiser, UNetConfig):
         raise ConfigError(
-            f"{what} are for checkpoints with a UNet. Received: one beside a "
+            f"{what} are for checkpoints with a UNet. Received: one with "
             f"{type(config.denoiser).__name__.removesuffix('Config')}"
         )
     if config.latent_inputs == "image":
