@@ -166,15 +166,12 @@ def test_the_memory_of_its_own_that_a_process_takes(summing):
 
 
 RESIDENT = """
-import os
 import sys
 from pathlib import Path
 import numpy as np
-import tensorflow as tf
-from sd_tf.runtime import mapped, saved_model
+from sd_tf.runtime import mapped
 from sd_tf.runtime.saved_model import SavedModel
 
-saved_model.BETWEEN = 0.001
 mapped.SMALL = int(sys.argv[2])
 
 def resident():
@@ -196,7 +193,7 @@ print(*sums, run(), inside, after)
     ("small", "keeps_weights", "stays"), [(0, False, True), (0, True, False), (1 << 40, True, True)]
 )
 def test_pages_that_are_let_go(summing, small, keeps_weights, stays):
-    """By who has passed a model; all the time in a call whose kernels copy them; read again."""
+    """By who has passed a model, and in a call whose kernels copy them; they are read again."""
     folder, size = summing
     more = ["keeps_weights"] * keeps_weights
     *sums, inside, after = map(
@@ -205,6 +202,31 @@ def test_pages_that_are_let_go(summing, small, keeps_weights, stays):
     assert sums == [2 * 12 * (1 << 20)] * 2
     assert inside > 0.9 * size if stays else inside < 0.5 * size
     assert after > 0.9 * size if small else after < 0.1 * size
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_pages_go_while_kernels_copy_them(monkeypatch, keeps_weights):
+    """In a signature's first call, of which the end has not come yet."""
+    _, signature, inputs = DECODER
+    loaded = SavedModel(micro_export(), "decoder", optimize=False, keeps_weights=keeps_weights)
+    gone, seen, new = threading.Event(), [], loaded._callable
+
+    def waiting(known):
+        *rest, function = new(known)
+
+        def run(*values):
+            seen.append(gone.wait(60 if keeps_weights else 1))
+            return function(*values)
+
+        return *rest, run
+
+    monkeypatch.setattr(loaded, "_callable", waiting)
+    monkeypatch.setattr(loaded, "let_go", gone.set)
+    loaded.run(signature, inputs)
+    gone.clear()
+    loaded._callables[signature] = new(loaded.signatures[signature])
+    loaded.run(signature, inputs)
+    assert seen == [keeps_weights] and not gone.is_set()
 
 
 def test_a_call_that_fails_leaves_no_thread():

@@ -110,11 +110,14 @@ class SavedModel:
         """
         ends = threading.Event()
 
+        def tidy():
+            give_back()
+            if self._keeps_weights:
+                self.let_go()
+
         def work():
             while not ends.wait(BETWEEN):
-                give_back()
-                if self._keeps_weights:
-                    self.let_go()
+                tidy()
 
         thread = threading.Thread(target=work, name="tidying")
         thread.start()
@@ -123,7 +126,7 @@ class SavedModel:
         finally:
             ends.set()
             thread.join()
-            give_back()
+            tidy()
 
     def put(self, rows: Mapping[str, np.ndarray], first: int) -> None:
         """Write rows of variables, from `first` on; always of the same variables."""
