@@ -172,7 +172,7 @@ import numpy as np
 from sd_tf.runtime import mapped
 from sd_tf.runtime.saved_model import SavedModel
 
-mapped.SMALL = int(sys.argv[2])
+mapped.LARGE = int(sys.argv[2])
 
 def resident():
     status = Path("/proc/self/status").read_text().split("RssFile:")[1]
@@ -258,7 +258,7 @@ def test_what_is_written_stays_in_the_process(tmp_path, monkeypatch):
         read = tf.raw_ops.ReadVariableOp(resource=resource, dtype=rows[name].dtype)
         written = loaded._session.run(read)
     assert (written[1:3] == 7).all() and (written[3:] == places[name][3:]).all()
-    monkeypatch.setattr("sd_tf.runtime.mapped.SMALL", 0)
+    monkeypatch.setattr("sd_tf.runtime.mapped.LARGE", 0)
     loaded.let_go()  # nothing: what is written would be lost
     with loaded.graph.as_default():
         assert (loaded._session.run(read)[1:3] == 7).all()

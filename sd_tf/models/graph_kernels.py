@@ -5,8 +5,6 @@ The one part of the models that needs TensorFlow: imported where the rewrite `gr
 
 import tensorflow as tf
 
-NONE = []  # statistics that the kernel is to take itself
-
 
 def group_norm(x, scale, bias, groups: int, epsilon: float):
     """Normalize bfloat16 x (B, h, w, C) as `layers.GroupNorm` does: two passes over each picture.
@@ -17,7 +15,8 @@ def group_norm(x, scale, bias, groups: int, epsilon: float):
     batch, height, width, _ = x.shape
     biased = 1.0 - 1.0 / (height * width)  # the kernel's variance is that of a sample
 
-    def norm(picture, means, variances):
+    def norm(picture, *statistics):  # without any, the kernel takes them itself
+        means, variances = statistics or ([], [])
         return tf.raw_ops.FusedBatchNormV3(
             x=picture,
             scale=scale,
@@ -25,11 +24,11 @@ def group_norm(x, scale, bias, groups: int, epsilon: float):
             mean=means,
             variance=variances,
             epsilon=epsilon,
-            is_training=means is NONE,
+            is_training=not statistics,
         )
 
     def of_picture(picture):
-        _, means, variances, *_ = norm(picture, NONE, NONE)
+        _, means, variances, *_ = norm(picture)
         means, variances = (tf.reshape(of_all, (groups, -1)) for of_all in (means, variances))
         mean = tf.reduce_mean(means, axis=-1, keepdims=True)
         variance = tf.reduce_mean(

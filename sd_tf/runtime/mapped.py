@@ -17,12 +17,11 @@ import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2, tensor_bundle_pb2
 from tensorflow.python.saved_model import loader_impl
 
-from sd_tf.runtime.manifest import FINGERPRINT, ExportError
+from sd_tf.runtime.manifest import FINGERPRINT, LARGE, ExportError
 
 VARIABLES = "variables/variables"  # below a SavedModel's folder
 ALIGNMENT = 64  # bytes: TensorFlow copies what lies elsewhere in memory
 CHUNK = 1 << 26  # bytes whose fingerprint is taken at once
-SMALL = 1 << 26  # bytes of a file whose pages are not worth the time of letting them go
 # The index is a table as LevelDB writes it: blocks of keys and values, and at the end their places.
 FOOTER = 48
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
@@ -125,7 +124,7 @@ def let_go(files: Iterable[mmap.mmap]) -> None:
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         for file in files:
-            if len(file) >= SMALL:
+            if len(file) >= LARGE:
                 file.madvise(mmap.MADV_DONTNEED)
 
 
