@@ -13,7 +13,7 @@ from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
 from sd_tf.cli.main import main
 from sd_tf.serving.errors import ServingError
-from sd_tf.serving.ray_app import start
+from sd_tf.serving.ray_app import listen, start
 from sd_tf.serving.ray_app.settings import Scale
 from tests.exports import micro_export
 
@@ -89,6 +89,7 @@ def no_ray(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr(serve, "start", lambda **_: calls.append("start"))
+    monkeypatch.setattr(listen, "check_free", lambda *_: None)  # a server may run beside the tests
     known = SimpleNamespace(applications={})
     monkeypatch.setattr(serve, "status", lambda: known)
     monkeypatch.setattr(serve, "delete", lambda name: calls.append(f"delete {name}"))

@@ -344,7 +344,7 @@ def _reuse_figures(loaded: SavedModel, endpoint: str, runs: Mapping[int, dict]) 
         agreement = psnr(exact, latent, _span(exact))
         figures[figure_name(every)] = {
             "psnr_db": round(min(agreement, 999.0), 1),
-            "seconds": round(seconds, 2),
+            "seconds": float(f"{seconds:.3g}"),  # of the smallest models it is milliseconds
             "num_steps": int(run["num_steps"]),
         }
     return figures
