@@ -25,6 +25,7 @@ FAMILIES = {
     "flux-schnell": "flux-schnell",
     "flux-dev": "flux-dev",
 }
+NO_T5 = {"text_encoder_3": None, "tokenizer_3": None}  # what diffusers is told to leave out
 # Heads are as wide as the releases', as a single file does not tell their number.
 SD3 = {
     "num_layers": 3,

@@ -1,6 +1,7 @@
 """Plain servers around `sd_tf.serving.tf_serving.predict`, for tests: gRPC and HTTP."""
 
 import functools
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from tensorflow_serving.apis import (
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.serving.tf_serving.predict import ModelError, ModelServer, load
 from sd_tf.serving.tf_serving.rest import rest
-from tests.exports import shared_export
+from tests.exports import once, shared_export
 
+SCHEMES = ("grpc", "http")
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
@@ -29,6 +31,14 @@ def served_models() -> tuple[Path, ModelServer]:
     return shared_export(), ModelServer(
         {name: {1: servable} for name, servable in models.items()}, labels={"stable": 1}
     )
+
+
+@once
+def light_export(folder):
+    """What a client needs of the shared export: no models."""
+    folder.mkdir()
+    shutil.copy(shared_export() / "pipeline.json", folder)
+    shutil.copytree(shared_export() / "tokenizer", folder / "tokenizer")
 
 
 class Predictions(prediction_service_pb2_grpc.PredictionServiceServicer):

@@ -520,7 +520,7 @@ def driver(given, *program, left_running=None):
         if left_running is not None:
             left_running += own.values()
         else:
-            _, alive = psutil.wait_procs(own.values(), timeout=20)
+            _, alive = psutil.wait_procs(own.values(), timeout=60)
             for left in alive:
                 left.kill()
             assert not alive, f"left running: {alive}"
