@@ -13,8 +13,7 @@ import torch
 from sd_tf.config.rewrites import AS_WRITTEN, REWRITES, TARGETS, Rewrites
 from sd_tf.export.modules import Traces
 from sd_tf.export.options import ExportOptions, check
-from sd_tf.models import attention, convolution, layers, lowering
-from sd_tf.models.layers import GroupNorm
+from sd_tf.models import attention, convolution, lowering
 from sd_tf.models.lowering import lowered
 from sd_tf.runtime.manifest import ExportError, Manifest
 from sd_tf.runtime.pipeline import Pipeline
@@ -105,64 +104,6 @@ def test_winograd_is_for_float32_large_batches_and_kernels_of_a_bearable_size():
     assert not pays((2, 64, 64, 4), 320) and not pays((2, 64, 64, 320), 4)
     assert not pays((2, 64, 64, 320), 320, "bfloat16")
     assert not pays((None, 64, 64, 320), 320)
-
-
-# Norms
-
-
-def group_norm(width, groups):
-    norm = GroupNorm(width, groups, epsilon=1e-5, dtype="bfloat16")
-    norm.scale.assign(1 + 0.3 * normal(width, seed=2))
-    norm.bias.assign(0.3 * normal(width, seed=3))
-    return norm
-
-
-@pytest.mark.parametrize("shape", [(2, 9, 13, 48), (1, 32, 32, 32), (3, 1, 1, 16)])
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_group_norm_in_the_graph(monkeypatch, shape, jit_compile):
-    """Against PyTorch's in float64: channels of a group with other means and widths, too."""
-    monkeypatch.setattr(layers, "LARGE_MAP", 1)
-    x = normal(*shape) * np.linspace(0.1, 3, shape[-1]) + np.linspace(-2, 4, shape[-1])
-    x = tf.cast(x, tf.bfloat16)
-    norm = group_norm(shape[-1], 8)
-
-    @tf.function(jit_compile=jit_compile)
-    def run(x):
-        with lowered(ALONE["graph_kernels"]):
-            return norm(x)
-
-    kinds = {node.op for node in run.get_concrete_function(x).graph.as_graph_def().node}
-    assert "FusedBatchNormV3" in kinds and "Square" in kinds
-    theirs = torch.nn.functional.group_norm(
-        torch.tensor(np.moveaxis(tf.cast(x, tf.float64).numpy(), -1, 1)),
-        8,
-        *(torch.tensor(np.array(weight, "float64")) for weight in (norm.scale, norm.bias)),
-        eps=1e-5,
-    )
-    theirs = np.moveaxis(theirs.numpy(), 1, -1)
-    error = np.abs(tf.cast(run(x), tf.float64).numpy() - theirs).max()
-    assert error <= 2**-8 * np.abs(theirs).max(), "more than rounding to bfloat16"
-
-
-def test_only_large_maps_take_the_graphs_group_norm():
-    """Of bfloat16, and where a model stays in the graph."""
-    side = math.isqrt(layers.LARGE_MAP)
-
-    def operations(rewrites, side, dtype):
-        norm = group_norm(16, 4)
-
-        @tf.function(input_signature=[tf.TensorSpec((1, side, side, 16), dtype)])
-        def run(x):
-            with lowered(rewrites):
-                return norm(x)
-
-        return {node.op for node in run.get_concrete_function().graph.as_graph_def().node}
-
-    wanted = ALONE["graph_kernels"]
-    assert "FusedBatchNormV3" in operations(wanted, side, "bfloat16")
-    others = [(wanted, side - 1, "bfloat16"), (wanted, side, "float32")]
-    for rewrites, size, dtype in [*others, (AS_WRITTEN, side, "bfloat16")]:
-        assert "FusedBatchNormV3" not in operations(rewrites, size, dtype)
 
 
 # Attention

@@ -194,12 +194,7 @@ def storage_figures(
             f"{agreement:.1f} dB, the floor is {STORAGE_FLOORS[kind]:.0f} dB: store fewer of its "
             f"parts ({', '.join(stored)}), or leave out `storage`. Nothing was published."
         )
-    return {
-        f"stored as {kind}": {
-            "psnr_db": round(min(agreement, 999.0), 1),
-            "seconds": round(time.perf_counter() - start, 2),
-        }
-    }
+    return {f"stored as {kind}": _figure(agreement, time.perf_counter() - start)}
 
 
 def endpoints_for(
@@ -268,6 +263,12 @@ def _least(inputs: dict, reference: dict, outputs: dict) -> float:
     return float(np.min(each))  # unlike Python's `min`
 
 
+def _figure(agreement: float, seconds: float) -> dict[str, float]:
+    """Return what a manifest keeps of a comparison; equal outputs count as 999 dB."""
+    # Digits, not decimals: the smallest models take milliseconds.
+    return {"psnr_db": round(min(agreement, 999.0), 1), "seconds": float(f"{seconds:.3g}")}
+
+
 def _span(values) -> float:
     """Return the range of a reference, never 0."""
     return max(float(np.ptp(np.asarray(values, "float64"))), 1e-12)
@@ -310,11 +311,7 @@ def compare(
     for label, pairs in compared.items():
         start = time.perf_counter()
         agreement = [_agreement(loaded, component, *pair, precision) for pair in pairs]
-        seconds = time.perf_counter() - start
-        figures[label] = {
-            "psnr_db": round(min(*agreement, 999.0), 1),
-            "seconds": round(seconds, 2),
-        }
+        figures[label] = _figure(min(agreement), time.perf_counter() - start)
     return {**figures, **_reuse_figures(loaded, samples[0].endpoint, runs)}
 
 
@@ -342,11 +339,8 @@ def _reuse_figures(loaded: SavedModel, endpoint: str, runs: Mapping[int, dict]) 
         seconds = time.perf_counter() - start
         exact = latent if exact is None else exact
         agreement = psnr(exact, latent, _span(exact))
-        figures[figure_name(every)] = {
-            "psnr_db": round(min(agreement, 999.0), 1),
-            "seconds": float(f"{seconds:.3g}"),  # of the smallest models it is milliseconds
-            "num_steps": int(run["num_steps"]),
-        }
+        figure = _figure(agreement, seconds)
+        figures[figure_name(every)] = {**figure, "num_steps": int(run["num_steps"])}
     return figures
 
 

@@ -156,8 +156,7 @@ class GEGLU(Block):
         self.proj = dense(channels, 2 * inner, dtype=dtype)
 
     def call(self, x):
-        value, gate = ops.split(self.proj(x), 2, axis=-1)
-        return value * self.activation(gate)
+        return self.proj.gated(x, self.activation)
 
 
 class FeedForward(Block):

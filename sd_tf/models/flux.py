@@ -31,7 +31,7 @@ class SingleBlock(Block):
     def call(self, x, embedding, rotation):
         shift, scale, gate = self.norm(embedding)
         n = modulated(normalized(x), scale, shift)
-        wide = ACTIVATIONS["gelu_tanh"](self.proj_mlp(n))
+        wide = self.proj_mlp(n, activation=ACTIVATIONS["gelu_tanh"])
         both = ops.concatenate([self.attn(n, rotation), wide], axis=-1)
         return within_range(x + gate * self.proj_out(both))
 

@@ -40,7 +40,7 @@ class FullProjection(Block):
 
     def call(self, encoded, given):
         first, _, second, norm = self.proj
-        return norm(second(ACTIVATIONS["gelu"](first(encoded["tokens"]))))
+        return norm(second(first(encoded["tokens"], activation=ACTIVATIONS["gelu"])))
 
 
 class PerceiverAttention(Block):
@@ -76,7 +76,7 @@ class ResamplerLayer(Block):
     def call(self, tokens, latents):
         latents = latents + self.attn(tokens, latents)
         norm, first, _, second = self.ff
-        return latents + second(ACTIVATIONS["gelu"](first(norm(latents))))
+        return latents + second(first(norm(latents), activation=ACTIVATIONS["gelu"]))
 
 
 class Resampler(Block):

@@ -101,7 +101,7 @@ class Projection(Block):
         self.proj = dense(in_features, out_features, dtype=dtype)
 
     def call(self, x):
-        return ACTIVATIONS["gelu_tanh"](self.proj(x))
+        return self.proj(x, activation=ACTIVATIONS["gelu_tanh"])
 
 
 class TokenAttention(Block):

@@ -14,13 +14,16 @@ import numpy as np
 from keras import ops
 from keras.src.backend.common import global_state
 
-from sd_tf.models.branches import with_branch
+from sd_tf.models.branches import branch_of, with_branch
 from sd_tf.models.convolution import convolve, convolve_doubled
 from sd_tf.models.lowering import rewrites
 from sd_tf.models.storage import Storable
 
 # Pixels from which the graph's own group norm saves more than its further operations cost.
-LARGE_MAP = 1 << 14
+LARGE_MAP = 1 << 10
+# A gate is a product of its own in the graph unless there are so many channels for each row: the
+# kernel is then divided in every call, which costs more than to divide the product.
+FEW_ROWS = 4
 
 
 @contextlib.contextmanager
@@ -49,21 +52,46 @@ class Block(keras.layers.Layer):
 
 
 class Linear(Storable, keras.layers.Dense):
-    """A matrix product with a bias."""
+    """A matrix product with a bias, and an activation of it where one is asked for."""
 
-    def call(self, x):
+    def call(self, x, activation=None):
+        if self.takes(activation):
+            return self.fused(x, self.kernel, self.bias, IN_PRODUCT[activation])
         h = self.product(x, lambda kernel: self.of_rows(x, kernel))
         if self.bias is not None:
             h = ops.add(h, self.bias)
-        if rewrites().graph_kernels:
-            h = ops.reshape(h, (-1, *x.shape[1:-1], self.units))
-        return with_branch(self, h, lambda a: ops.matmul(x, a))
+        h = with_branch(self, as_tokens(h, x), lambda a: ops.matmul(x, a))
+        return h if activation is None else activation(h)
+
+    def gated(self, x, activation):
+        """Multiply the first half of the outputs by the activation of the second one."""
+        rows, width = math.prod(x.shape[1:-1]) * (x.shape[0] or 1), x.shape[-1]
+        if not self.takes(activation) or FEW_ROWS * rows < width:
+            value, gate = ops.split(self(x), 2, axis=-1)
+            return value * activation(gate)
+        kernels, biases = ops.split(self.kernel, 2, axis=-1), ops.split(self.bias, 2)
+        value = self.fused(x, kernels[0], biases[0], lambda h: h)
+        return value * self.fused(x, kernels[1], biases[1], IN_PRODUCT[activation])
+
+    def takes(self, activation):
+        """Whether one of the graph's kernels computes the activation with product and bias."""
+        is_alone = self.storage is None and self.bias is not None and branch_of(self) is None
+        return rewrites().graph_kernels and activation in IN_PRODUCT and is_alone
+
+    def fused(self, x, kernel, bias, activation):
+        """Compute in the graph, with nothing between the product and what follows it."""
+        return as_tokens(activation(ops.add(self.of_rows(x, kernel), bias)), x)
 
     def of_rows(self, x, kernel):
         """Multiply x; in the graph's own kernels as a matrix, so that the bias can follow it."""
         if rewrites().graph_kernels:
             x = ops.reshape(x, (-1, kernel.shape[0]))
         return ops.matmul(x, kernel)
+
+
+def as_tokens(h, x):
+    """Undo what `of_rows` has done to x, where it has, in a product h."""
+    return ops.reshape(h, (-1, *x.shape[1:-1], h.shape[-1])) if rewrites().graph_kernels else h
 
 
 def dense(in_features, out_features, use_bias=True, dtype=None):
@@ -183,6 +211,11 @@ class Norm(keras.layers.Layer):
 
 class LayerNorm(Norm):
     def normalize(self, x, scale, bias):
+        if rewrites().graph_kernels and x.dtype == self.compute_dtype == "bfloat16":
+            from sd_tf.models.graph_kernels import layer_norm  # which needs TensorFlow
+
+            return layer_norm(x, self.scale, self.bias, self.epsilon)
+
         x = ops.cast(x, "float32")
         centered = x - ops.mean(x, axis=-1, keepdims=True)
         variance = ops.mean(ops.square(centered), axis=-1, keepdims=True)
@@ -295,11 +328,19 @@ def silu(x):
     return x * ops.sigmoid(x)
 
 
+def exact_gelu(x):
+    return ops.gelu(x, approximate=False)
+
+
 def gelu(x):
     if not rewrites().graph_kernels:
-        return ops.gelu(x, approximate=False)
+        return exact_gelu(x)
     wide = ops.cast(x, "float32")  # which has a faster kernel than Keras' complementary function
     return ops.cast(0.5 * wide * (1.0 + ops.erf(wide * np.float32(0.5**0.5))), x.dtype)
+
+
+def gelu_tanh(x):
+    return ops.gelu(x, approximate=True)
 
 
 ACTIVATIONS = {
@@ -308,5 +349,8 @@ ACTIVATIONS = {
     "mish": lambda x: x * ops.tanh(ops.softplus(x)),
     "quick_gelu": lambda x: x * ops.sigmoid(1.702 * x),
     "gelu": gelu,
-    "gelu_tanh": lambda x: ops.gelu(x, approximate=True),
+    "gelu_tanh": gelu_tanh,
 }
+# Activations that the graph's optimizer makes one kernel of with the product before, in the form
+# in which it finds them.
+IN_PRODUCT = {gelu: exact_gelu, gelu_tanh: gelu_tanh}

@@ -45,7 +45,7 @@ class MLP(Block):
         self.fc2 = dense(config.intermediate_size, config.hidden_size, dtype=dtype)
 
     def call(self, x):
-        return self.fc2(self.activation(self.fc1(x)))
+        return self.fc2(self.fc1(x, activation=self.activation))
 
 
 class EncoderLayer(Block):
