@@ -57,10 +57,10 @@ ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
 STEERED = {"number of things": 0.95, "place": 0.95, "shape": 0.8, "colour": 0.9}
 DIT_GUIDANCE = SUITED[DIT]["guidance_scale"]
 DIT_FLOORS = {  # of two things it may draw a shape wrong
-    "one thing, seen": {"shape": 0.75, "colour": 0.85, "size": 0.85, "position": 0.9},
-    "one thing, held out": {"shape": 0.7, "colour": 0.85, "size": 0.8, "position": 0.9},
-    "two things, seen": {"shape": 0.45, "colour": 0.85, "size": 0.75, "relation": 0.85},
-    "two things, held out": {"shape": 0.45, "colour": 0.8, "size": 0.75, "relation": 0.85},
+    "one thing, seen": {"shape": 0.85, "colour": 0.9, "size": 0.9, "position": 0.9},
+    "one thing, held out": {"shape": 0.8, "colour": 0.9, "size": 0.85, "position": 0.9},
+    "two things, seen": {"shape": 0.65, "colour": 0.9, "size": 0.85, "relation": 0.9},
+    "two things, held out": {"shape": 0.65, "colour": 0.85, "size": 0.85, "relation": 0.9},
 }
 
 

@@ -17,7 +17,7 @@ PREVIEWED = {TINY: "preview"}  # the small decoder for a server's previews, wher
 SUITED = {
     TINY: {"guidance_scale": 4.0},
     EDITOR: {"guidance_scale": 2.0},
-    DIT: {"guidance_scale": 1.5},
+    DIT: {"guidance_scale": 1.33},
 }
 
 

@@ -115,6 +115,18 @@ STAGES = (
         replace(COMMON, steps=4000, learning_rate=1e-3, averaging=Averaging(half_life=400), seed=1),
         guidance=GUIDED,
     ),
+    # And once more, for longer.
+    Imitates(
+        replace(COMMON, steps=24_000, learning_rate=2e-3, final_learning_rate=0.5, seed=2),
+        things=2,
+        guidance=GUIDED,
+    ),
+    Imitates(
+        replace(
+            COMMON, steps=14_000, learning_rate=1e-3, averaging=Averaging(half_life=800), seed=2
+        ),
+        guidance=GUIDED,
+    ),
 )
 
 
