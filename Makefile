@@ -31,22 +31,20 @@ demo: $(VENV)/$(CORE).stamp
 	$(EXPORT_TINY) $(DEMO_PLACES) --overwrite
 	$(BIN)/sd-tf export-adapters exports/tiny outline=tiny:outline moon=tiny:moon
 	$(BIN)/sd-tf generate $(DEMO_PROMPTS) --export_dir exports/tiny \
-	    --out out/pictures --num_steps 20 --guidance_scale 4 --seed 1 --count 2
+	    --out out/pictures --num_steps 20 --seed 1 --count 2
 	for mixture in $(DEMO_MIXTURES); do \
 	    $(BIN)/sd-tf generate $(DEMO_ADAPTED) --export_dir exports/tiny --adapter $$mixture \
-	        --out out/adapters/$$mixture --num_steps 20 --guidance_scale 4 --seed 1 \
+	        --out out/adapters/$$mixture --num_steps 20 --seed 1 \
 	        --compile_cache out/compiled || exit 1; done
 	$(BIN)/sd-tf benchmark --export_dir exports/tiny --all --num_steps 20 \
-	    --prompt "a large red star on a dark blue background" --guidance_scale 4 \
-	    --out out/report
+	    --prompt "a large red star on a dark blue background" --out out/report
 	@echo "The pictures are in out/pictures and out/adapters, the report beside them in out. To make another:"
 	@echo '    $(BIN)/sd-tf generate "a small green heart on a black background"'
 
 # The embedded checkpoint behind a page and TensorFlow Serving's API, until Ctrl+C.
 serve: $(VENV)/serve.stamp
 	test -f exports/tiny/pipeline.json || $(EXPORT_TINY)
-	$(BIN)/sd-tf serve ray --export_dir exports/tiny --num_steps 20 \
-	    --guidance_scale 4 --examples docs/tiny_prompts.txt
+	$(BIN)/sd-tf serve ray --export_dir exports/tiny --num_steps 20 --examples docs/tiny_prompts.txt
 
 # A random SD1.5, ours beside KerasCV, PyTorch, OpenVINO and JAX: an hour on 2 cores with AVX-512, 20 GB.
 bench-peers: $(VENV)/bench.stamp

@@ -92,13 +92,15 @@ def test_defaults_depend_on_what_a_picture_is_for():
         assert shared.scheduler == "ddim"
 
 
-def test_the_familys_own_defaults():
+def test_defaults_of_the_family_and_the_checkpoint():
     usual, own = (
         Call("a").completed(manifest(suited=suited))
         for suited in ({}, {"num_steps": 4, "guidance_scale": 3.5})
     )
     assert (usual.num_steps, usual.guidance_scale) == (8, 7.5)  # at most the export's 8 steps
     assert (own.num_steps, own.guidance_scale) == (4, 3.5)
+    editor = dataclasses.replace(EDITOR, suited={"image_guidance_scale": 1.2})
+    assert read("a", by=editor, image=PICTURE).shared.image_guidance_scale == 1.2
 
 
 def test_further_guidance():

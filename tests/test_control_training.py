@@ -327,7 +327,10 @@ class Artist:
 
     def __init__(self, drawings):
         self.manifest = SimpleNamespace(
-            shapes=Shapes(((64, 64),), (4,), 8, 4), controls=("drawing",), checkpoint={}
+            shapes=Shapes(((64, 64),), (4,), 8, 4),
+            controls=("drawing",),
+            checkpoint={},
+            suited={},
         )
         self.scenes = {
             world.outline(scene, 64).tobytes(): scene

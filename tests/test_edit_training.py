@@ -63,6 +63,9 @@ def test_surgery(small_pipelines):
     alone = open_checkpoint(folder).build("unet")(x[..., :4], timesteps, context)
     np.testing.assert_allclose(ready.build("unet")(x, timesteps, context), alone, atol=1e-5)
     assert with_picture_input(ready) is ready
+    with_default = replace(open_checkpoint(folder).config, suited={"guidance_scale": 4.0})
+    drawing = replace(open_checkpoint(folder), config=with_default)
+    assert with_picture_input(drawing).config.suited == {}
     inpainting = replace(ready, config=FAMILIES["inpaint"])
     with pytest.raises(
         TrainingError, match=r"or an InstructPix2Pix checkpoint\. Received: inpaint"

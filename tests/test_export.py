@@ -283,11 +283,11 @@ def test_a_denoiser_that_is_told_the_guidance_scale():
 
 
 def test_another_checkpoint_in_the_default_folder(tmp_path, monkeypatch):
-    """It is drawn with, and by its own defaults."""
+    """It is drawn with."""
     monkeypatch.setattr(embedded, "FOLDER", tmp_path)
     shutil.copytree(micro_export(), tmp_path / "tiny")
     said = []
-    assert embedded.embedded_export("tiny", said.append) == (tmp_path / "tiny", {})
+    assert embedded.embedded_export("tiny", said.append) == tmp_path / "tiny"
     name = Manifest.read(micro_export()).checkpoint["diffusion_model"]["name"]
     assert said == [f"{tmp_path / 'tiny'} is an export of {name}"]
     with pytest.raises(ExportError, match=r"checkpoints are tiny, .*exports others. Received: 'a'"):

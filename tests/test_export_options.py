@@ -176,5 +176,5 @@ def test_two_first_uses_at_a_time(tmp_path, monkeypatch):
         time.sleep(0.2)
         assert not second.done()
         is_made.set()
-        assert first.result() == second.result() == (tmp_path / "exports" / "tiny", {})
+        assert first.result() == second.result() == tmp_path / "exports" / "tiny"
     assert len([text for text in said if "once" in text]) == 1

@@ -282,7 +282,7 @@ def test_pages_and_paths(served):
     assert (about["width"], about["batch_size"], len(about["examples"])) == (64, 4, 0)
     assert about["schedulers"]["lcm"] == 50 and about["use_of_picture"] == "start"
     fields = {field["name"]: field for field in about["fields"]}
-    assert "guidance_scale" in fields and "mask" not in fields
+    assert fields["guidance_scale"]["default"] == 4.0 and "mask" not in fields
     assert (fields["num_steps"]["default"], fields["num_steps"]["most"]) == (20, 100)
     assert (fields["strength"]["default"], fields["strength"]["goes_with"]) == (0.8, "image")
     body = json.loads(send(served, "/openapi.json").read())["paths"]["/generate"]["post"]

@@ -22,7 +22,6 @@ from sd_tf.checkpoints import (
 )
 from sd_tf.cli.main import main
 from sd_tf.export import ExportOptions, export
-from sd_tf.export.embedded import SUITED
 from sd_tf.runtime.pipeline import Pipeline
 from sd_tf.runtime.png import read_parameters
 from sd_tf.runtime.psnr import psnr
@@ -51,11 +50,9 @@ FLOORS = {
     },
 }
 EDITS = 60  # of each split
-EDIT_GUIDANCE = 2.0
 FOLLOWED = {"train": 0.9, "held_out": 0.85}
 ALL_RIGHT = {"one thing": 0.85, "two things": 0.6}
 STEERED = {"number of things": 0.95, "place": 0.95, "shape": 0.8, "colour": 0.9}
-DIT_GUIDANCE = SUITED[DIT]["guidance_scale"]
 DIT_FLOORS = {  # of two things it may draw a shape wrong
     "one thing, seen": {"shape": 0.85, "colour": 0.9, "size": 0.9, "position": 0.9},
     "one thing, held out": {"shape": 0.8, "colour": 0.9, "size": 0.85, "position": 0.9},
@@ -99,7 +96,11 @@ def test_the_editor_has_what_the_drawer_has():
     drawer, editor = open_checkpoint(TINY_FOLDER), open_checkpoint(EDITOR_FOLDER)
     schedule = replace(drawer.config.schedule, sampler="euler_ancestral")
     assert editor.config == replace(
-        drawer.config, denoiser=editor.config.denoiser, schedule=schedule, latent_inputs="image"
+        drawer.config,
+        denoiser=editor.config.denoiser,
+        schedule=schedule,
+        latent_inputs="image",
+        suited={"guidance_scale": 2.0},
     )
     assert editor.config.denoiser == replace(drawer.config.denoiser, in_channels=8)
     ours, theirs = editor.tensors("vae"), drawer.tensors("vae")
@@ -149,7 +150,7 @@ def editor(editor_export):
 
 @pytest.mark.long
 def test_the_editor_does_what_it_is_told(editor, tmp_path):
-    options = evaluate_edits.EditEvaluationOptions(pairs=EDITS, guidance_scale=EDIT_GUIDANCE)
+    options = evaluate_edits.EditEvaluationOptions(pairs=EDITS)
     content = evaluate_edits.evaluate(editor, options, tmp_path)
     for split, floor in FOLLOWED.items():
         assert content["splits"][split]["followed"] >= floor, split
@@ -168,7 +169,7 @@ def test_the_bare_command_edits(editor_export, tmp_path, monkeypatch):
     flags = ["--image", "scene.png", "--num_steps", "20", "--seed", "1"]
     assert main(["generate", "make the star green", *flags]) == 0
     path = tmp_path / "out" / "1.png"
-    assert read_parameters(path)[0]["guidance_scale"] == EDIT_GUIDANCE
+    assert read_parameters(path)[0]["guidance_scale"] == 2.0
     reading = world.read(np.asarray(Image.open(path)))
     assert [(thing.shape, thing.colour) for thing in reading.things] == [("star", "green")]
     assert reading.background == "black"
@@ -241,7 +242,7 @@ def transformer(tmp_path_factory):
 
 
 def test_the_transformer_draws_what_it_is_asked_for(transformer, tmp_path):
-    options = evaluate.EvaluationOptions(prompts=PROMPTS, guidance_scale=DIT_GUIDANCE)
+    options = evaluate.EvaluationOptions(prompts=PROMPTS)
     content = evaluate.evaluate(transformer, options, tmp_path)
     for group, floors in DIT_FLOORS.items():
         shares = content["groups"][group]["attributes"]
@@ -256,9 +257,9 @@ def test_the_transformers_picture_in_diffusers(transformer):
     theirs.set_progress_bar_config(disable=True)
     prompts = ["a large red star on a black background", "a small green ring above a blue heart"]
     noise = np.random.default_rng(0).standard_normal((2, 16, 16, 4), "float32")
-    options = {"num_inference_steps": 20, "guidance_scale": DIT_GUIDANCE}
+    options = {"num_inference_steps": 20, "guidance_scale": 1.33}
     latents = torch.from_numpy(noise.transpose(0, 3, 1, 2))
     size = {"height": 64, "width": 64}
     expected = theirs(prompts, latents=latents, output_type="np", **size, **options).images
-    ours = transformer(prompts, num_steps=20, guidance_scale=DIT_GUIDANCE, noise=noise).images
+    ours = transformer(prompts, num_steps=20, noise=noise).images
     assert psnr(expected * 255.0, ours, peak=255) >= 40.0

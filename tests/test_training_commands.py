@@ -45,6 +45,7 @@ class Artist:
             checkpoint="artist",
             default_sampler="ddim",
             components={},
+            suited={},
         )
         self.asked = {
             prompt: (ask, split, things)

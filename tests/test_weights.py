@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import diffusers
 import keras
@@ -15,8 +16,10 @@ from diffusers.training_utils import EMAModel
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
 
+from sd_tf.checkpoints import TINY_FOLDER
 from sd_tf.cli.main import main
-from sd_tf.config import ConfigError, family_of, has_named_sizes
+from sd_tf.config import FAMILIES, ConfigError, family_of, has_named_sizes, suited_to
+from sd_tf.errors import SdTfError
 from sd_tf.files.tensors import open_safetensors
 from sd_tf.tokenizer.clip import TokenizerError
 from sd_tf.weights import CheckpointError, layout, open_checkpoint, save_folder
@@ -376,6 +379,42 @@ def test_saved_folder_is_loaded_by_diffusers(small_pipelines, tmp_path, family):
     assert again.config == config
     for component in config.components:
         assert_same(variables(again, component), variables(checkpoint, component))
+
+
+def test_defaults_of_a_call(small_pipelines, tmp_path):
+    """A folder keeps them, and they do not disturb diffusers, to which they mean nothing."""
+    pipeline, source = small_pipelines("sd1")
+    own = {"num_steps": 4, "guidance_scale": 1.5, "image_guidance_scale": 0.5, "strength": 1}
+    checkpoint = open_checkpoint(source)
+    assert suited_to(checkpoint.config) == {}
+    config = replace(checkpoint.config, suited=own)
+    models = {name: checkpoint.build(name) for name in config.components}
+    save_folder(tmp_path, config, models, checkpoint.tokenizers())
+    assert suited_to(open_checkpoint(tmp_path).config) == own
+    assert type(diffusers.DiffusionPipeline.from_pretrained(tmp_path)) is type(pipeline)
+    flux = replace(FAMILIES["flux-schnell"], suited={"guidance_scale": 2.0})
+    assert suited_to(flux) == {"num_steps": 4, "guidance_scale": 2.0, "strength": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ([4], r"_call_defaults has numbers by parameters' names. Received: \[4\]"),
+        ({"seed": 1}, "own for num_steps, guidance_scale, .*strength. Received: 'seed'"),
+        ({"num_steps": 0}, "0 cannot be the default of num_steps"),
+        ({"num_steps": 2.5}, "2.5 cannot be the default of num_steps"),
+        ({"guidance_scale": "4"}, "'4' cannot be the default of guidance_scale"),
+        ({"guidance_scale": float("nan")}, "nan cannot be the default of guidance_scale"),
+        ({"strength": True}, "True cannot be the default of strength"),
+        ({"strength": 1.5}, "1.5 cannot be the default of strength"),
+    ],
+)
+def test_defaults_that_no_call_takes(tmp_path, defaults, message):
+    shutil.copytree(TINY_FOLDER, tmp_path / "tiny")
+    path = tmp_path / "tiny/model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "_call_defaults": defaults}))
+    with pytest.raises(SdTfError, match=message):
+        open_checkpoint(tmp_path / "tiny")
 
 
 def test_save_wants_every_part(small_pipelines, tmp_path):

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from sd_tf.errors import SdTfError
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.graph_kernels import is_in_graph
 from sd_tf.runtime.manifest import Manifest
 from sd_tf.runtime.shapes import Shape, ShapeError
@@ -14,6 +15,7 @@ KERASCV_SCHEDULER = "kerascv"  # KerasCV's only method, which exports offer too
 KERASCV_MULTIPLE = 128
 KERASCV_SIZE = 512
 KERASCV_MAX_STEPS = 1000
+KERASCV_GUIDANCE = 7.5
 SD1_UNET_PARAMETERS = 859_520_964
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -35,7 +37,7 @@ class BenchOptions:
     num_steps: int = 50
     repeat: int = 3
     scheduler: str | None = None  # None: the export's own; beside KerasCV, KerasCV's
-    guidance_scale: float = 7.5
+    guidance_scale: float | None = None  # None: the export's default, or KerasCV's
     seed: int = 0
     height: int | None = None
     width: int | None = None
@@ -119,9 +121,9 @@ def make_plan(options: BenchOptions) -> Plan:
     compiled = (False, True) if options.all else (options.jit_compile,)
     shared = {
         name: getattr(options, name)
-        for name in "export_dir random_weights prompt num_steps repeat guidance_scale seed "
-        "compile_cache".split()
+        for name in "export_dir random_weights prompt num_steps repeat seed compile_cache".split()
     }
+    shared["guidance_scale"] = _guidance_scale(manifest, options)
     jobs = [
         Job(
             engine=engine,
@@ -197,7 +199,7 @@ def check(options: BenchOptions) -> None:
         )
     if options.repeat < 1:
         raise BenchError(f"`repeat` is at least 1. Received: {options.repeat}")
-    if not math.isfinite(options.guidance_scale):
+    if options.guidance_scale is not None and not math.isfinite(options.guidance_scale):
         raise BenchError(f"`guidance_scale` is a finite number. Received: {options.guidance_scale}")
     if not -(2**31) <= options.seed < 2**31:
         raise BenchError(f"`seed` is a whole number of 32 bits. Received: {options.seed}")
@@ -208,6 +210,14 @@ def _model_calls(manifest: Manifest, scheduler: str, num_steps: int) -> int:
         return manifest.model_calls(scheduler, num_steps)
     except ValueError as error:
         raise BenchError(str(error)) from error
+
+
+def _guidance_scale(manifest: Manifest | None, options: BenchOptions) -> float:
+    if options.guidance_scale is not None:
+        return options.guidance_scale
+    if options.kerascv:
+        return KERASCV_GUIDANCE
+    return Call.parameters()["guidance_scale"].default_for(manifest)
 
 
 def _shape(manifest: Manifest, options: BenchOptions) -> Shape:

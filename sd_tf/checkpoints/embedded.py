@@ -68,6 +68,7 @@ CONFIG = PipelineConfig(
         _SD1.autoencoder, channels=(24, 48, 64), layers_per_block=1, norm_groups=8, sample_size=64
     ),
     schedule=replace(_SD1.schedule, prediction="v_prediction", sampler="ddim"),
+    suited={"guidance_scale": 4.0},  # docs/tiny.md has the measurements
 ).check()
 
 # The transformer has the texts and latents of `tiny`. diffusers gives it the outputs of two text
@@ -98,4 +99,5 @@ DIT_CONFIG = PipelineConfig(
     autoencoder=CONFIG.autoencoder,  # its scaling factor depends on the weights
     schedule=replace(FAMILIES["sd3-medium"].schedule, shift=2.0),
     zero_tokens=256,
+    suited={"guidance_scale": 1.33},
 ).check()

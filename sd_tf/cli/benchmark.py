@@ -36,4 +36,4 @@ def _embedded() -> str:
     from sd_tf.checkpoints import TINY
     from sd_tf.export.embedded import embedded_export
 
-    return str(embedded_export(TINY, tell)[0])
+    return str(embedded_export(TINY, tell))

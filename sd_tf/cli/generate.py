@@ -35,8 +35,7 @@ def run(options: argparse.Namespace) -> int:
         from sd_tf.export.embedded import embedded_export
 
         name = options.checkpoint or (EDITOR if _edits(wanted) else TINY)
-        export_dir, suited = embedded_export(name, lambda text: print(text, flush=True))
-        wanted = {**suited, **wanted}
+        export_dir = embedded_export(name, lambda text: print(text, flush=True))
     if not options.load_adapter:  # else the call may name what is not there yet
         read_request(open_export(Path(export_dir))[0], Call.of(**wanted))
     from sd_tf.runtime.pipeline import Pipeline  # brings TensorFlow: ten seconds, after the checks

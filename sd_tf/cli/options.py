@@ -280,7 +280,9 @@ BENCHMARK = (
     Option("num_steps", 50, "Steps of the timed runs and of the call before them.", int),
     Option("repeat", 3, "Timed runs; from 20 on there is a 95th percentile.", int),
     Option("scheduler", None, "Default: the export's own; beside KerasCV, its method (kerascv)."),
-    Option("guidance_scale", 7.5, "How closely to follow the prompt.", float),
+    Option(
+        "guidance_scale", None, "How closely to follow the prompt. Default: the export's.", float
+    ),
     Option("seed", 0, "Seed of the first picture; the next ones count up.", int),
     Option(
         "batch_size",

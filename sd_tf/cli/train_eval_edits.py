@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_more_guidance(parser)
     parser.add_argument("--pairs", type=int, default=500, help="of each split")
     parser.add_argument(
-        "--image_guidance_scale", type=float, default=1.5, help="as in a call (default: 1.5)"
+        "--image_guidance_scale", type=float, help="as in a call; default: the export's"
     )
     parser.add_argument(
         "--more_image_guidance",

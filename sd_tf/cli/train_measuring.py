@@ -17,9 +17,7 @@ def add_measuring(parser: argparse.ArgumentParser) -> None:
         help="folder for figures and pictures (default: out/evaluation)",
     )
     parser.add_argument("--num_steps", type=int, default=20, help="as in a call (default: 20)")
-    parser.add_argument(
-        "--guidance_scale", type=float, default=4.0, help="as in a call (default: 4)"
-    )
+    parser.add_argument("--guidance_scale", type=float, help="as in a call; default: the export's")
     parser.add_argument("--scheduler", help="as in a call; default: the export's")
     add_compile_cache(parser)
 

@@ -11,7 +11,7 @@ from sd_tf.cli.arguments import place_of_addition
 from sd_tf.cli.human_size import human_size
 from sd_tf.cli.options import OPENING, chosen, opened
 from sd_tf.cli.options import add_arguments as add_options
-from sd_tf.config import family_of, has_named_sizes
+from sd_tf.config import family_of, has_named_sizes, suited_to
 from sd_tf.errors import SdTfError
 from sd_tf.files.tensors import StoredTensor
 from sd_tf.tokenizer.clip import TokenizerError
@@ -129,6 +129,8 @@ def describe(checkpoint: Checkpoint) -> int:
         print(f"merged      {adapter.name} at {adapter.scale:g}")
     print(f"native size {config.default_size} px")
     print(f"prediction  {config.schedule.prediction}, sampler {config.schedule.sampler}")
+    if suited := suited_to(config):
+        print("defaults    " + ", ".join(f"{name} {value:g}" for name, value in suited.items()))
     print("\n" + ROW.format("component", "tensors", "parameters", "dtype", "size"))
     problems = []
     for name, part in config.components.items():

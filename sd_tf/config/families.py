@@ -193,8 +193,8 @@ SUITED = {
 
 
 def suited_to(config: PipelineConfig) -> dict[str, float]:
-    """Return the family's own defaults for parameters of a call, by name."""
-    return dict(SUITED.get(family_of(config), {}))
+    """Return the defaults of the checkpoint and its family for parameters of a call, by name."""
+    return {**SUITED.get(family_of(config), {}), **config.suited}
 
 
 def has_named_sizes(config: PipelineConfig) -> bool:

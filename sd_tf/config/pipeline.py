@@ -1,5 +1,6 @@
 """The configuration of a whole pipeline: text encoders, denoiser, autoencoder and schedule."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -33,6 +34,14 @@ ComponentConfig = (
 
 AUTOENCODER = "vae"  # the component's name in a checkpoint
 
+# Parameters of a call for which a checkpoint may have a default of its own → whether it takes one.
+SUITABLE = {
+    "num_steps": lambda value: value >= 1 and value % 1 == 0,
+    "guidance_scale": math.isfinite,
+    "image_guidance_scale": math.isfinite,
+    "strength": lambda value: 0 < value <= 1,
+}
+
 # Kind of input beside the noisy latents → the channels that it adds, given the latent channels.
 LATENT_INPUTS = {
     "none": lambda channels: 0,
@@ -60,6 +69,8 @@ class PipelineConfig:
     image_prompts: ImagePromptsConfig | None = None  # pictures beside the prompt
     # Those in place of the autoencoder's decoder, by the names of exported components.
     small_decoders: Mapping[str, SmallDecoderConfig] = field(default_factory=dict)
+    # Defaults for parameters of a call that suit these weights better than the family's.
+    suited: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def components(self) -> dict[str, ComponentConfig]:
@@ -116,7 +127,21 @@ class PipelineConfig:
         if self.image_prompts is not None:
             _check_beside_unet(self, "IP-Adapters")
             self.image_prompts.check_fits(self.denoiser)
+        _check_suited(self.suited)
         return self
+
+
+def _check_suited(suited: Mapping[str, float]) -> None:
+    """Check that the defaults are for known parameters, and numbers that these take."""
+    for name, value in suited.items():
+        if name not in SUITABLE:
+            raise ConfigError(
+                f"A checkpoint has defaults of its own for {', '.join(SUITABLE)}. "
+                f"Received: {name!r}"
+            )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not SUITABLE[name](value):
+            raise ConfigError(f"{value!r} cannot be the default of {name}.")
 
 
 def _check_clip(config: PipelineConfig) -> None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from sd_tf.checkpoints import DIT, EDITOR, EMBEDDED, TINY, embedded_decoder
+from sd_tf.checkpoints import EMBEDDED, TINY, embedded_decoder
 from sd_tf.export import ExportOptions, export
 from sd_tf.files import locks
 from sd_tf.runtime.manifest import ExportError, Manifest
@@ -12,21 +11,13 @@ from sd_tf.weights import open_checkpoint
 
 FOLDER = Path("exports")
 PREVIEWED = {TINY: "preview"}  # the small decoder for a server's previews, where there is one
-# Parameters that suit the embedded checkpoints better than the defaults, which suit large models;
-# docs/tiny.md has the measurements.
-SUITED = {
-    TINY: {"guidance_scale": 4.0},
-    EDITOR: {"guidance_scale": 2.0},
-    DIT: {"guidance_scale": 1.33},
-}
 
 
-def embedded_export(name: str, report: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+def embedded_export(name: str, report: Callable[[str], None]) -> Path:
     """Return the folder of an embedded checkpoint's export, making it on first use.
 
     The folder is `exports/NAME` in the working directory; an export of another checkpoint that
-    lies there is used as it is. The second value returned holds the parameters that suit the
-    checkpoint, as defaults.
+    lies there is used as it is.
     """
     if name not in EMBEDDED:
         raise ExportError(
@@ -42,7 +33,7 @@ def embedded_export(name: str, report: Callable[[str], None]) -> tuple[Path, dic
     found = Manifest.read(folder).checkpoint["diffusion_model"]["name"]
     if found != name:
         report(f"{folder} is an export of {found}")
-    return folder, SUITED.get(found, {})
+    return folder
 
 
 def _make(name: str, folder: Path, report: Callable[[str], None]) -> None:

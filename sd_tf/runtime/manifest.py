@@ -146,7 +146,7 @@ class Manifest:
     latent_inputs: str  # none | image | mask_and_image
     time_ids: int  # SDXL's size numbers per image; 0 elsewhere
     further_scales: tuple[str, ...]  # of guidance that a call may ask for, beside the usual one
-    suited: dict[str, float]  # the family's defaults for parameters of a call
+    suited: dict[str, float]  # defaults of the checkpoint and its family for a call
     zero_empty_negative: bool
     scaling_factor: float
     shift_factor: float

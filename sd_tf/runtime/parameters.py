@@ -38,7 +38,7 @@ from sd_tf.runtime.parameter import NONE, Condition, parameter
 from sd_tf.runtime.reuse import named_reuses
 
 MOST_CHARACTERS = 10_000  # of a prompt
-STEPS, GUIDANCE = 50, 7.5  # where the family has no default of its own
+STEPS, GUIDANCE = 50, 7.5  # where neither the checkpoint nor its family has a default of its own
 MOST_GUIDANCE = 1_000_000
 MOST_SIDE = 1_000_000  # pixels of what SDXL is told about a picture
 MOST_ADAPTED = 100  # times an adapter
@@ -47,7 +47,7 @@ MOST_IMAGE_PROMPT = 100  # times what an IP-Adapter adds
 
 
 def _suited(name: str, otherwise: Any) -> Callable[[Manifest], Any]:
-    """Return the family's own default, or everyone's."""
+    """Return the default of the checkpoint or its family, or everyone's."""
     return lambda manifest: manifest.suited.get(name, otherwise)
 
 
@@ -126,7 +126,7 @@ class Parameters:
         least=-MOST_GUIDANCE,
         most=MOST_GUIDANCE,
         slider=(1, 4, 0.1),
-        otherwise=lambda manifest: 1.5,
+        otherwise=_suited("image_guidance_scale", 1.5),
         goes_with="image",
         taken_by=EDITS,
     )
@@ -198,7 +198,7 @@ class Parameters:
     num_steps: int | None = parameter(
         Kind.WHOLE,
         "Steps",
-        f"number of denoising steps; more take longer (default: the family's, mostly {STEPS})",
+        f"number of denoising steps; more take longer (default: the checkpoint's, mostly {STEPS})",
         otherwise=lambda manifest: min(
             int(manifest.suited.get("num_steps", STEPS)), manifest.max_steps
         ),
@@ -209,7 +209,7 @@ class Parameters:
     guidance_scale: float | None = parameter(
         Kind.NUMBER,
         "Guidance",
-        f"strength of the prompt (default: the family's, mostly {GUIDANCE})",
+        f"strength of the prompt (default: the checkpoint's, mostly {GUIDANCE})",
         otherwise=_suited("guidance_scale", GUIDANCE),
         least=-MOST_GUIDANCE,
         most=MOST_GUIDANCE,

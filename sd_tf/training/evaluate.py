@@ -5,12 +5,13 @@ Prompts go through the exported, compiled SavedModels; the oracle reads the pict
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
 
+from sd_tf.runtime.call import Call
 from sd_tf.runtime.pictures import contact_sheet
 from sd_tf.runtime.psnr import psnr
 from sd_tf.training import world
@@ -41,7 +42,7 @@ class EvaluationOptions:
 
     prompts: int = 250  # in each of the four groups
     num_steps: int = 20
-    guidance_scale: float = 4.0
+    guidance_scale: float | None = None  # None: the export's default
     scheduler: str | None = None
     reuse: int | None = None  # the UNet's deep layers run in every such model call
     more_guidance: Sequence[float] = ()  # further guidance scales to measure
@@ -79,6 +80,7 @@ def evaluate(
     if options.prompts < 1:
         raise TrainingError(f"`prompts` must be at least 1. Received: {options.prompts}")
     side_of(pipe)
+    options = with_defaults(options, pipe, "guidance_scale")
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "checkpoint": pipe.manifest.checkpoint,
@@ -169,6 +171,13 @@ def side_of(pipe) -> int:
             f"The oracle reads square pictures only. The export's are {width}×{height}."
         )
     return height
+
+
+def with_defaults(options, pipe, *names: str):
+    """Return the options with the export's defaults for those that are None among `names`."""
+    known = Call.parameters()
+    missing = [name for name in names if getattr(options, name) is None]
+    return replace(options, **{name: known[name].default_for(pipe.manifest) for name in missing})
 
 
 def reconstruction(pipe) -> float:

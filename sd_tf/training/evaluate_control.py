@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from sd_tf.training import world
-from sd_tf.training.evaluate import GROUP_SEED, GROUPS, RESULT_FILE, Score, sheet, side_of
+from sd_tf.training.evaluate import (
+    GROUP_SEED,
+    GROUPS,
+    RESULT_FILE,
+    Score,
+    sheet,
+    side_of,
+    with_defaults,
+)
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.captions import EVALUATION_SEED
 
@@ -26,7 +34,7 @@ class ControlEvaluationOptions:
 
     drawings: int = 250  # in each of the four groups
     num_steps: int = 20
-    guidance_scale: float = 4.0
+    guidance_scale: float | None = None  # None: the export's default
     control_scale: float = 1.0
     scheduler: str | None = None
 
@@ -42,6 +50,7 @@ def evaluate(
             f"Following drawings is measured with one ControlNet in the export. Received: "
             f"{len(pipe.manifest.controls)}"
         )
+    options = with_defaults(options, pipe, "guidance_scale")
     folder.mkdir(parents=True, exist_ok=True)
     content = {"checkpoint": pipe.manifest.checkpoint, "options": asdict(options)}
     for key, scale in (("groups", options.control_scale), ("without", 0.0)):

@@ -12,7 +12,7 @@ import numpy as np
 
 from sd_tf.runtime.psnr import psnr
 from sd_tf.training import world
-from sd_tf.training.evaluate import MOST_DECIBELS, RESULT_FILE, sheet, side_of
+from sd_tf.training.evaluate import MOST_DECIBELS, RESULT_FILE, sheet, side_of, with_defaults
 from sd_tf.training.pairs import WorldPairs
 from sd_tf.training.settings import TrainingError
 from sd_tf.training.world.captions import EVALUATION_SEED
@@ -31,8 +31,8 @@ class EditEvaluationOptions:
 
     pairs: int = 500  # in each split
     num_steps: int = 20
-    guidance_scale: float = 4.0
-    image_guidance_scale: float = 1.5
+    guidance_scale: float | None = None  # None: the export's default
+    image_guidance_scale: float | None = None  # likewise
     scheduler: str | None = None
     more_guidance: Sequence[float] = ()  # further guidance scales to measure
     more_image_guidance: Sequence[float] = ()  # further image guidance scales to measure
@@ -79,6 +79,7 @@ def evaluate(
             f"Measuring edits needs an InstructPix2Pix export. Received: {pipe.manifest.family}"
         )
     side_of(pipe)
+    options = with_defaults(options, pipe, *SCALES)
     folder.mkdir(parents=True, exist_ok=True)
     scales = (options.guidance_scale, options.image_guidance_scale)
     content = {"checkpoint": pipe.manifest.checkpoint, "options": asdict(options), "splits": {}}

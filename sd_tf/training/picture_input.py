@@ -38,6 +38,7 @@ def with_picture_input(checkpoint: Checkpoint) -> Checkpoint:
             config,
             denoiser=replace(config.denoiser, in_channels=channels),
             latent_inputs="image",
+            suited={},  # which were for drawing, not for edits
         ).check(),
         readers={**checkpoint.readers, "unet": tensors},
     )

@@ -30,6 +30,7 @@ from sd_tf.tokenizer.t5 import T5Tokenizer
 from sd_tf.weights import diffusers_config, diffusers_transformers, diffusers_unet
 from sd_tf.weights.checkpoint import Checkpoint
 from sd_tf.weights.diffusers_pipelines import (
+    CALL_DEFAULTS,
     MODEL_INDEX,
     T5,
     TEXT_ENCODER,
@@ -80,6 +81,15 @@ def open_folder(
             )
     name = folder.resolve().name
     return Checkpoint(name, str(folder), "diffusers folder", config, readers, tokenizers)
+
+
+def _call_defaults(index: Mapping) -> dict:
+    found = index.get(CALL_DEFAULTS, {})
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{CALL_DEFAULTS} has numbers by parameters' names. Received: {found!r}"
+        )
+    return found
 
 
 def read_config(
@@ -147,6 +157,7 @@ def read_config(
             schedule=schedule,
             zero_empty_negative=bool(zeros),
             zero_tokens=t5_length if is_left_out else 0,
+            suited=_call_defaults(index),
         ).check()
 
 

@@ -12,6 +12,8 @@ from sd_tf.files.tensors import CheckpointError
 from sd_tf.weights.texts import LEFT_OUT, check_left_out
 
 MODEL_INDEX = "model_index.json"
+# Its defaults for parameters of a call; diffusers passes over names that begin with "_".
+CALL_DEFAULTS = "_call_defaults"
 TEXT_ENCODER = "text_encoder"  # how the names of all text encoders begin
 CLIP, PROJECTED_CLIP, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
 CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")

@@ -28,6 +28,7 @@ from sd_tf.weights.diffusers import weights_stem
 from sd_tf.weights.diffusers_controlnet import write_controlnet
 from sd_tf.weights.diffusers_fields import CONFIG
 from sd_tf.weights.diffusers_pipelines import (
+    CALL_DEFAULTS,
     MODEL_INDEX,
     pipeline_class,
     tokenizer_class,
@@ -106,6 +107,7 @@ def write_folder(
     index = {
         "_class_name": pipeline_class(config),
         "_diffusers_version": "0.35.0",
+        **({CALL_DEFAULTS: dict(config.suited)} if config.suited else {}),
         **_traits(config),
     }
     for name, part in config.components.items():
