@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from sd_tf.runtime import manifest as manifests
+from sd_tf.runtime import saved_model
 from sd_tf.runtime.manifest import TEXT_TO_IMAGE, ExportError, describe_files, file_hash
 from sd_tf.runtime.mapped import (
     VARIABLES,
@@ -169,16 +170,16 @@ RESIDENT = """
 import sys
 from pathlib import Path
 import numpy as np
-from sd_tf.runtime import mapped
+from sd_tf.runtime import saved_model
 from sd_tf.runtime.saved_model import SavedModel
 
-mapped.LARGE = int(sys.argv[2])
+saved_model.LARGE = int(sys.argv[2])
 
 def resident():
     status = Path("/proc/self/status").read_text().split("RssFile:")[1]
     return int(status.split()[0]) * 1024
 
-loaded = SavedModel(Path(sys.argv[1]), "model", False, None, {}, keeps_weights=len(sys.argv) > 3)
+loaded = SavedModel(Path(sys.argv[1]), "model", optimize=False, mapped={})
 run = lambda: float(loaded.run("serving_default", {"x": np.float32(2)})["y"])
 before = resident()
 sums = [run()]
@@ -189,44 +190,42 @@ print(*sums, run(), inside, after)
 """
 
 
-@pytest.mark.parametrize(
-    ("small", "keeps_weights", "stays"), [(0, False, True), (0, True, False), (1 << 40, True, True)]
-)
-def test_pages_that_are_let_go(summing, small, keeps_weights, stays):
-    """By who has passed a model, and in a call whose kernels copy them; they are read again."""
+@pytest.mark.parametrize("small", [0, 1 << 40])
+def test_pages_that_are_let_go(summing, small):
+    """They are read again when they are needed."""
     folder, size = summing
-    more = ["keeps_weights"] * keeps_weights
     *sums, inside, after = map(
-        float, run_python("-c", RESIDENT, folder, str(small), *more).splitlines()[-1].split()
+        float, run_python("-c", RESIDENT, folder, str(small)).splitlines()[-1].split()
     )
     assert sums == [2 * 12 * (1 << 20)] * 2
-    assert inside > 0.9 * size if stays else inside < 0.5 * size
+    assert inside > 0.9 * size
     assert after > 0.9 * size if small else after < 0.1 * size
 
 
-@pytest.mark.parametrize("keeps_weights", [True, False])
-def test_pages_go_while_kernels_copy_them(monkeypatch, keeps_weights):
-    """In a signature's first call, of which the end has not come yet."""
+@pytest.mark.parametrize("small", [0, 1 << 40])
+def test_pages_go_while_a_call_runs(monkeypatch, small):
+    """Those of large files, in a signature's first call and in each that follows."""
+    monkeypatch.setattr(saved_model, "LARGE", small)
+    monkeypatch.setattr(saved_model, "BETWEEN", 0.2)
     _, signature, inputs = DECODER
-    loaded = SavedModel(micro_export(), "decoder", optimize=False, keeps_weights=keeps_weights)
+    loaded = SavedModel(micro_export(), "decoder", optimize=False, mapped={})
     gone, seen, new = threading.Event(), [], loaded._callable
 
     def waiting(known):
         *rest, function = new(known)
 
         def run(*values):
-            seen.append(gone.wait(60 if keeps_weights else 1))
+            seen.append(gone.wait(1 if small else 60))
             return function(*values)
 
         return *rest, run
 
     monkeypatch.setattr(loaded, "_callable", waiting)
-    monkeypatch.setattr(loaded, "let_go", gone.set)
-    loaded.run(signature, inputs)
-    gone.clear()
-    loaded._callables[signature] = new(loaded.signatures[signature])
-    loaded.run(signature, inputs)
-    assert seen == [keeps_weights] and not gone.is_set()
+    monkeypatch.setattr(saved_model, "let_go", lambda files: gone.set() if files else None)
+    for _ in range(3):
+        gone.clear()
+        loaded.run(signature, inputs)
+    assert seen == [not small] * 3
 
 
 def test_a_call_that_fails_leaves_no_thread():
@@ -240,6 +239,7 @@ def test_what_is_written_stays_in_the_process(tmp_path, monkeypatch):
     folder = shutil.copytree(adapted_export(), tmp_path / "export")
     files = data_files(folder, "diffusion_model")
     before = [file_hash(file) for file in files]
+    monkeypatch.setattr(saved_model, "LARGE", 0)
     loaded = SavedModel(folder, "diffusion_model", optimize=False, mapped={})
     graph = MappingLoader(str(folder / "diffusion_model" / "1"))
     places = {
@@ -258,7 +258,6 @@ def test_what_is_written_stays_in_the_process(tmp_path, monkeypatch):
         read = tf.raw_ops.ReadVariableOp(resource=resource, dtype=rows[name].dtype)
         written = loaded._session.run(read)
     assert (written[1:3] == 7).all() and (written[3:] == places[name][3:]).all()
-    monkeypatch.setattr("sd_tf.runtime.mapped.LARGE", 0)
     loaded.let_go()  # nothing: what is written would be lost
     with loaded.graph.as_default():
         assert (loaded._session.run(read)[1:3] == 7).all()

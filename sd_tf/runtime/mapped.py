@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2, tensor_bundle_pb2
 from tensorflow.python.saved_model import loader_impl
 
-from sd_tf.runtime.manifest import FINGERPRINT, LARGE, ExportError
+from sd_tf.runtime.manifest import FINGERPRINT, ExportError
 
 VARIABLES = "variables/variables"  # below a SavedModel's folder
 ALIGNMENT = 64  # bytes: TensorFlow copies what lies elsewhere in memory
@@ -117,15 +117,14 @@ def mapped_values(model: Path) -> tuple[dict[str, np.ndarray], list[mmap.mmap]]:
 
 
 def let_go(files: Iterable[mmap.mmap]) -> None:
-    """Let the system have the pages of large files, until they are read again.
+    """Let the system have the pages of files, until they are read again.
 
     They count as the process's memory no more, and stay in the system's cache of files as long as
     nobody else needs that memory. What was written into them would be lost.
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         for file in files:
-            if len(file) >= LARGE:
-                file.madvise(mmap.MADV_DONTNEED)
+            file.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass

@@ -17,7 +17,6 @@ from sd_tf.runtime.graph_kernels import (
     check_weights_change,
     is_in_graph,
     keep_weights,
-    keeps_weights,
     tell_widening,
 )
 from sd_tf.runtime.manifest import ExportError, Manifest
@@ -112,8 +111,7 @@ class SavedModelRunner(LocalRunner):
         optimize = not compiled or is_in_graph(self.manifest, component)
         self._check_same(component)
         mapped = self.manifest.components[component].files if self._maps else None
-        keeps = optimize and keeps_weights()
-        loaded = SavedModel(self._folder, component, optimize, self.device, mapped, keeps)
+        loaded = SavedModel(self._folder, component, optimize, self.device, mapped)
         self._check_same(component)
         return loaded
 

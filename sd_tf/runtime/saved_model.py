@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from sd_tf.runtime.manifest import VERSION_FOLDER, ExportError, Manifest
+from sd_tf.runtime.manifest import LARGE, VERSION_FOLDER, ExportError, Manifest
 from sd_tf.runtime.mapped import MappingLoader, check_large, let_go
 
 TAG = "serve"
-BETWEEN = 0.2  # seconds from one return of memory to the next, in a first call
+# Seconds from one return of memory to the next, while a call runs, and in a signature's first one.
+BETWEEN, BETWEEN_IN_FIRST = 1.0, 0.2
 # What a session puts around an operation's own message.
 AROUND = re.compile(r"\AGraph execution error:\s*|\n\t \[\[.*\Z", re.DOTALL)
 
@@ -40,7 +41,6 @@ class SavedModel:
         optimize: bool = True,
         device: str | None = None,
         mapped: Mapping[str, Mapping] | None = None,
-        keeps_weights: bool = False,
     ):
         """Load a component.
 
@@ -48,7 +48,6 @@ class SavedModel:
             optimize: rework its graph, which does not help what XLA compiles.
             mapped: what the manifest says of its files, whose pages are the variables' values then;
                 None: the values are copied into memory.
-            keeps_weights: its kernels keep copies of weights (`graph_kernels.keep_weights`).
         """
         path = folder / name / VERSION_FOLDER
         maps = mapped is not None and check_large(folder, mapped)
@@ -58,7 +57,7 @@ class SavedModel:
         rewrites = config.graph_options.rewrite_options
         rewrites.disable_meta_optimizer = not optimize
         rewrites.disable_tfg_optimizer = True  # it takes a third of the start, and gains nothing
-        self._files: Sequence[mmap.mmap] = ()
+        self._large_files: Sequence[mmap.mmap] = ()
         self.graph = tf.Graph()
         with self.graph.as_default(), tf.device(device), _without_advice():
             self._session = tf.compat.v1.Session(graph=self.graph, config=config)
@@ -66,7 +65,7 @@ class SavedModel:
                 if maps:
                     loader = MappingLoader(str(path))
                     content = loader.load(self._session, [TAG])
-                    self._files = loader.files
+                    self._large_files = [file for file in loader.files if len(file) >= LARGE]
                     del loader  # it has the graph, too
                 else:
                     content = tf.compat.v1.saved_model.load(self._session, [TAG], str(path))
@@ -76,8 +75,7 @@ class SavedModel:
                 ) from error
         # Copied, because each original would keep the whole graph in memory.
         self.signatures = {k: copy.deepcopy(v) for k, v in content.signature_def.items()}
-        self._callables, self._writer = {}, None
-        self._keeps_weights = keeps_weights
+        self._callables, self._writer, self._writing = {}, None, threading.Lock()
         del content
         give_back()
 
@@ -92,32 +90,33 @@ class SavedModel:
             self._callables[signature] = self._callable(self.signatures[signature])
         names, dtypes, outputs, function = self._callables[signature]
         arrays = [np.asarray(inputs[name], dtypes[name]) for name in names]
-        with self._tidying() if is_new else contextlib.nullcontext():
+        with self._tidying(is_new):
             found = function(*arrays)
         return dict(zip(outputs, found, strict=True))
 
     def let_go(self) -> None:
         """Let the system have the pages of mapped weights until the next call reads them."""
-        if self._writer is None:  # what was written is nowhere else
-            let_go(self._files)
+        with self._writing:
+            if self._writer is None:  # what was written is nowhere else
+                let_go(self._large_files)
 
     @contextlib.contextmanager
-    def _tidying(self) -> Iterator[None]:
+    def _tidying(self, is_first: bool) -> Iterator[None]:
         """Return memory to the system all the time, instead of when all of it has gathered.
 
-        Compiling frees what then stands beside the weights that the run reads; and weights that
-        kernels copy are needed once.
+        Weights that are copied or transformed are needed once, the others once in a step. What
+        compiling frees, in a first call, would stand beside them.
         """
+        if not is_first and not self._large_files:
+            yield
+            return
         ends = threading.Event()
 
-        def tidy():
-            give_back()
-            if self._keeps_weights:
-                self.let_go()
-
         def work():
-            while not ends.wait(BETWEEN):
-                tidy()
+            while not ends.wait(BETWEEN_IN_FIRST if is_first else BETWEEN):
+                self.let_go()
+                if is_first:
+                    give_back()
 
         thread = threading.Thread(target=work, name="tidying")
         thread.start()
@@ -126,25 +125,30 @@ class SavedModel:
         finally:
             ends.set()
             thread.join()
-            tidy()
+            if is_first:
+                give_back()
 
     def put(self, rows: Mapping[str, np.ndarray], first: int) -> None:
         """Write rows of variables, from `first` on; always of the same variables."""
-        if self._writer is None:  # one for all: each callable keeps a copy of the graph
-            with self.graph.as_default():
-                start = tf.compat.v1.placeholder(tf.int32, ())
-                values = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in rows.values()]
-                writes = [
-                    tf.raw_ops.ResourceScatterUpdate(
-                        resource=self.graph.get_operation_by_name(name).outputs[0],
-                        indices=start + tf.range(value.shape[0]),
-                        updates=value,
-                    )
-                    for name, value in zip(rows, values, strict=True)
-                ]
-                write = tf.group(*writes)
-            self._writer = self._session.make_callable(write, [start, *values])
-        self._writer(first, *rows.values())
+        with self._writing:
+            if self._writer is None:  # one for all: each callable keeps a copy of the graph
+                self._writer = self._make_writer(rows)
+            self._writer(first, *rows.values())
+
+    def _make_writer(self, rows: Mapping[str, np.ndarray]):
+        with self.graph.as_default():
+            start = tf.compat.v1.placeholder(tf.int32, ())
+            values = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in rows.values()]
+            writes = [
+                tf.raw_ops.ResourceScatterUpdate(
+                    resource=self.graph.get_operation_by_name(name).outputs[0],
+                    indices=start + tf.range(value.shape[0]),
+                    updates=value,
+                )
+                for name, value in zip(rows, values, strict=True)
+            ]
+            write = tf.group(*writes)
+        return self._session.make_callable(write, [start, *values])
 
     def _callable(self, signature):
         tensor = self.graph.get_tensor_by_name

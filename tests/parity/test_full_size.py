@@ -189,7 +189,7 @@ def test_loading_sd15_holds_one_copy(sd15, backend, record_property):
 @pytest.mark.parametrize(
     ("family", "size", "precision", "most"),  # bytes, pages of mapped weights included
     [
-        ("sd1", 512, "float32", {"export": 10e9, "generate": 8.5e9}),
+        ("sd1", 512, "float32", {"export": 10e9, "generate": 6.5e9}),
         pytest.param(
             *("sd1", 512, "bfloat16"), {"export": 8e9, "generate": 5e9}, marks=pytest.mark.long
         ),
