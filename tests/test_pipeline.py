@@ -455,6 +455,7 @@ def test_generate_with_wrong_flags(exported, tmp_path, capsys):
             )
             for name in ("icon.ico", "page.eps")
         ),
+        (["a", "--export_dir", str(exported), "--image", str(tmp_path)], ": this is a folder."),
         (["a", "--mask", "m.png"], "No embedded checkpoint paints inside a mask"),
         (
             ["a", "--checkpoint", "sd15"],

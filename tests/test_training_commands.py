@@ -1,6 +1,7 @@
 """The commands of `sd-tf train`, small and whole."""
 
 import json
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
@@ -157,6 +158,17 @@ def tune(folder, data, *more):
         f"--batch_size 2 --warm_up 1 --log_every 2 --sample_every 4 --size 16".split()
         + list(more)
     )
+
+
+def test_training_without_tensorboard(tmp_path, captioned, capsys, monkeypatch):
+    """It is told before the first update, not when the first figures are to be written."""
+    folder = tmp_path / "checkpoint"
+    make_random(micro.CONFIG, folder)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.v2", None)
+    assert tune(folder, captioned, "--on_error", "skip") == 1
+    out, err = capsys.readouterr()
+    assert "is not installed: pip install 'sd_tf[train]'" in err and "step " not in out
 
 
 @pytest.mark.long

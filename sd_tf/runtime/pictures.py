@@ -67,6 +67,8 @@ def _opened(source, most_pixels: float, convert: Callable[[Image.Image], Any]) -
             return convert(image)
     except (FileNotFoundError, PictureError):
         raise
+    except IsADirectoryError as error:
+        raise PictureError("this is a folder") from error
     except UnidentifiedImageError as error:
         raise PictureError("this is not a PNG, JPEG, WebP or AVIF picture") from error
     except Exception as error:  # Pillow raises many types for damaged or too large files

@@ -249,9 +249,9 @@ class Board:
 
     def __init__(self, folder: Path):
         import tensorflow as tf
+        from tensorboard.summary.v2 import scalar  # TensorFlow's own misses it at the first figure
 
-        self.writer = tf.summary.create_file_writer(str(folder))
-        self.scalar = tf.summary.scalar
+        self.writer, self.scalar = tf.summary.create_file_writer(str(folder)), scalar
 
     def write(self, step: int, figures: dict[str, float]) -> None:
         with self.writer.as_default(step=step):
