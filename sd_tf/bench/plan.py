@@ -8,6 +8,7 @@ from sd_tf.errors import SdTfError
 from sd_tf.runtime.call import Call
 from sd_tf.runtime.graph_kernels import is_in_graph
 from sd_tf.runtime.manifest import Manifest
+from sd_tf.runtime.parameters import GUIDANCE
 from sd_tf.runtime.shapes import Shape, ShapeError
 
 DEFAULT_PROMPT = "a lighthouse on a cliff above the sea at sunset, oil painting"
@@ -15,7 +16,6 @@ KERASCV_SCHEDULER = "kerascv"  # KerasCV's only method, which exports offer too
 KERASCV_MULTIPLE = 128
 KERASCV_SIZE = 512
 KERASCV_MAX_STEPS = 1000
-KERASCV_GUIDANCE = 7.5
 SD1_UNET_PARAMETERS = 859_520_964
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -37,7 +37,7 @@ class BenchOptions:
     num_steps: int = 50
     repeat: int = 3
     scheduler: str | None = None  # None: the export's own; beside KerasCV, KerasCV's
-    guidance_scale: float | None = None  # None: the export's default, or KerasCV's
+    guidance_scale: float | None = None  # None: the export's default, or everyone's
     seed: int = 0
     height: int | None = None
     width: int | None = None
@@ -216,7 +216,7 @@ def _guidance_scale(manifest: Manifest | None, options: BenchOptions) -> float:
     if options.guidance_scale is not None:
         return options.guidance_scale
     if options.kerascv:
-        return KERASCV_GUIDANCE
+        return GUIDANCE
     return Call.parameters()["guidance_scale"].default_for(manifest)
 
 
