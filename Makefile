@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles a module when it is first imported: most never are.
+# Python compiles a module when it is first imported: most never are. It must keep what it compiled,
+# also in images that set this variable; every command would begin with 9 seconds of it.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # TensorFlow's CUDA build where there is a GPU to use it.
 CORE := $(if $(shell nvidia-smi --list-gpus 2> /dev/null),cuda,core)
