@@ -70,9 +70,13 @@ def test_against_pytorch(small_blocks, queries, keys, heads, dtype, bound):
     assert np.abs(np.asarray(ours, "float32") - theirs).max() <= bound * np.abs(theirs).max()
 
 
-def test_keys_that_stand_for_several(small_blocks):
-    q, k, v = inputs(130, 20, 256)
-    counts = (*[1] * 9, 256, *[1] * 10)
+@pytest.mark.parametrize(
+    ("keys", "several"),
+    [(20, {9: 256}), (600, {0: 3, 290: 100, 599: 256})],  # the latter in two blocks
+)
+def test_keys_that_stand_for_several(small_blocks, keys, several):
+    q, k, v = inputs(130, keys, 256)
+    counts = [several.get(key, 1) for key in range(keys)]
     theirs = torchs(q, *(np.repeat(x, counts, axis=1) for x in (k, v)), 4)
     with lowered(WITH_KERNEL, AttentionKernel(make_mesh(), interpret=True)):
         ours = np.asarray(scaled_dot_product(q, k, v, 4, scale=SCALE, counts=counts))
@@ -132,9 +136,9 @@ def test_whole_pictures(tmp_path, monkeypatch):
     heads = []
 
     class Kernel(AttentionKernel):
-        def __call__(self, q, k, v, num_heads, scale):
+        def __call__(self, q, k, v, num_heads, *others):
             heads.append(num_heads)
-            return super().__call__(q, k, v, num_heads, scale)
+            return super().__call__(q, k, v, num_heads, *others)
 
     monkeypatch.setattr(components, "AttentionKernel", lambda mesh: Kernel(mesh, interpret=True))
     monkeypatch.setitem(components.ON_JAX, "cpu", WITH_KERNEL)

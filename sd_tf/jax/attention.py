@@ -8,6 +8,7 @@ another its outputs, in its own channels.
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -33,20 +34,30 @@ class AttentionKernel:
     mesh: Mesh
     interpret: bool = False  # run it as other code, on any device
 
-    def __call__(self, q, k, v, num_heads: int, scale: float) -> jax.Array | None:
-        """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C), or None where heads fill no block."""
+    def __call__(
+        self, q, k, v, num_heads: int, scale: float, counts: Sequence[int] | None = None
+    ) -> jax.Array | None:
+        """Attend: q (B, N, C), k and v (B, M, C) → (B, N, C), or None where heads fill no block.
+
+        `counts` are M numbers of equal keys, as many as each key stands for.
+        """
         channels = q.shape[-1]
         own, width = channels // self.mesh.shape[MODEL], channels // num_heads
         if LANES % width or own % LANES or num_heads % self.mesh.shape[MODEL]:
             return None
-        attend = functools.partial(_attend, width=width, scale=scale, interpret=self.interpret)
+        several = tuple((key, n) for key, n in enumerate(counts or ()) if n > 1)
+        attend = functools.partial(
+            _attend, width=width, scale=scale, several=several, interpret=self.interpret
+        )
         spec = PartitionSpec(DATA, None, MODEL)
         return jax.shard_map(
             attend, mesh=self.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
         )(q, k, v)
 
 
-def _attend(q, k, v, *, width: int, scale: float, interpret: bool):
+def _attend(
+    q, k, v, *, width: int, scale: float, several: Sequence[tuple[int, int]], interpret: bool
+):
     batch, count, channels = q.shape
     keys = k.shape[1]
     step = min(MOST_KEYS, keys)
@@ -57,7 +68,7 @@ def _attend(q, k, v, *, width: int, scale: float, interpret: bool):
     reads = 1 if step == keys else grid[2]  # of each key
     heads = LANES // width
     return pl.pallas_call(
-        functools.partial(_kernel, width=width, scale=scale, keys=keys),
+        functools.partial(_kernel, width=width, scale=scale, keys=keys, several=several),
         grid=grid,
         in_specs=[of_queries, of_keys, of_keys],
         out_specs=of_queries,
@@ -79,8 +90,13 @@ def _attend(q, k, v, *, width: int, scale: float, interpret: bool):
     )(q, k, v)
 
 
-def _kernel(q_ref, k_ref, v_ref, out_ref, sums_ref, highest_ref, totals_ref, *, width, scale, keys):
-    """Add a block of keys to the softmax of a block of queries, for each head in the block."""
+def _kernel(
+    q_ref, k_ref, v_ref, out_ref, sums_ref, highest_ref, totals_ref, *, width, scale, keys, several
+):
+    """Add a block of keys to the softmax of a block of queries, for each head in the block.
+
+    `several` are the places of keys that stand for several, and for how many.
+    """
     index, step = pl.program_id(3), k_ref.shape[1]
     heads = range(LANES // width)
 
@@ -95,9 +111,15 @@ def _kernel(q_ref, k_ref, v_ref, out_ref, sums_ref, highest_ref, totals_ref, *, 
         left = keys - index * step - first
         if keys % step:  # the last block ends beyond the keys, where there may be anything
             v = jnp.where(_indices(v.shape, 0) < left, v, jnp.zeros_like(v))
+        logs = jnp.zeros((1, count), jnp.float32)  # n equal scores s are one of s + ln n
+        for place, number in several:
+            here = _indices(logs.shape, 1) == place - index * step - first
+            logs = jnp.where(here, math.log(number), logs)
         for head in heads:
             own = _indices(q.shape, 1) // width == head
             scores = scale * _product(jnp.where(own, q, jnp.zeros_like(q)), k, 1)
+            if several:
+                scores += logs
             if keys % step:
                 scores = jnp.where(_indices(scores.shape, 1) < left, scores, -jnp.inf)
             before = highest_ref[head]

@@ -33,17 +33,17 @@ def scaled_dot_product(q, k, v, num_heads, mask=None, upcast=False, scale=None, 
     head_dim = q.shape[-1] // num_heads
     scale = head_dim**-0.5 if scale is None else scale
     wanted, kernel = rewrites(), attention_kernel()
+    if kernel is not None and mask is None and not upcast:
+        h = kernel(q, k, v, num_heads, scale, counts)
+        if h is not None:
+            return h
     weights = None
     if counts is not None:
-        if kernel is not None or wanted.fused_attention:  # those take no weights
+        if wanted.fused_attention:  # it takes no weights
             places = np.repeat(np.arange(len(counts)), counts)
             k, v = (ops.take(x, places, axis=1) for x in (k, v))
         else:  # in a softmax, n equal scores s are one of s + ln n
             weights = ops.convert_to_tensor(np.log(np.array(counts, "float32")))
-    if kernel is not None and mask is None and not upcast:
-        h = kernel(q, k, v, num_heads, scale)
-        if h is not None:
-            return h
     if wanted.fused_attention and mask is None and not upcast:
         q, k, v = (ops.reshape(x, (-1, x.shape[1], num_heads, head_dim)) for x in (q, k, v))
         h = ops.dot_product_attention(q, k, v, scale=scale)
