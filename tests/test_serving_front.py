@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import pickle
+import re
 import socket
 import time
 from collections import Counter
@@ -27,12 +28,13 @@ from tensorflow_serving.apis import (
 
 from sd_tf.bench.application import free_ports
 from sd_tf.cli.main import main
+from sd_tf.config import FAMILIES
 from sd_tf.serving.client import Client, ServerError, transports
 from sd_tf.serving.errors import RefusedError, ServingError
 from sd_tf.serving.ray_app.access import Access, read_key, read_origin
 from sd_tf.serving.ray_app.admission import Room, Slots
 from sd_tf.serving.ray_app.batching import MOST_PREVIEWS_WAITING, Events
-from sd_tf.serving.ray_app.http import make_app, read_body, unless_gone
+from sd_tf.serving.ray_app.http import WEB, make_app, read_body, unless_gone
 from sd_tf.serving.ray_app.listen import HttpServer, check_free, open_socket
 from sd_tf.serving.tf_serving.predict import ModelError
 from tests.exports import micro_export
@@ -143,6 +145,12 @@ def test_every_path_that_takes_a_body_asks_for_its_kind(front):
             access.check("POST", path, {"host": "localhost", "content-type": "text/plain"})
         assert refusal.value.status == 415
     assert taken == 4
+
+
+def test_the_page_names_every_family():
+    script = (WEB / "page.js").read_text()
+    named = re.search(r"const FAMILIES = \{(.*?)\};", script, re.DOTALL).group(1)
+    assert re.findall(r'^  "?([^":]+)"?: ".+",$', named, re.MULTILINE) == list(FAMILIES)
 
 
 @pytest.mark.parametrize(

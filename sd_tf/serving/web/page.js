@@ -15,11 +15,18 @@ const BUSY = 429;
 const BUSY_WAIT = 5; // seconds, when the server does not say
 const FAMILIES = {
   sd1: "Stable Diffusion 1",
-  sd2: "Stable Diffusion 2",
+  "sd2-base": "Stable Diffusion 2",
   "sd2-v": "Stable Diffusion 2 (v)",
   "sdxl-base": "Stable Diffusion XL",
+  "sdxl-refiner": "Stable Diffusion XL refiner",
   "instruct-pix2pix": "InstructPix2Pix",
   "sdxl-instruct-pix2pix": "InstructPix2Pix XL",
+  inpaint: "Stable Diffusion for inpainting",
+  "sd3-medium": "Stable Diffusion 3 medium",
+  "sd3.5-medium": "Stable Diffusion 3.5 medium",
+  "sd3.5-large": "Stable Diffusion 3.5 large",
+  "flux-schnell": "Flux.1 schnell",
+  "flux-dev": "Flux.1 dev",
 };
 
 let isReady = false;
